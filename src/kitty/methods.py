@@ -188,7 +188,9 @@ def _check_bits(field: str, bits: object, *, allow_16: bool) -> None:
 
 def _check_count(field: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise KittyError(f"{field} is {value!r}, but it must be a whole number of at least {least}.")
+        raise KittyError(
+            f"{field} is {value!r}, but it must be a whole number of at least {least}."
+        )
 
 
 def sweep_name(prefix: str, ratio: float, selection: str) -> str:
@@ -214,7 +216,9 @@ def load_methods(path: Path | None = None) -> dict[str, Method]:
     except yaml.YAMLError as error:
         raise KittyError(f"The methods file {path} is not valid YAML: {error}.") from error
     schema = json.loads((configs_dir() / "schemas" / "methods.schema.json").read_text())
-    fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(raw))
+    fault = jsonschema.exceptions.best_match(
+        jsonschema.Draft202012Validator(schema).iter_errors(raw)
+    )
     if fault is not None:
         where = "/".join(str(part) for part in fault.absolute_path) or "the top level"
         raise KittyError(f"The methods file {path} is wrong at {where}: {fault.message}.")

@@ -33,8 +33,10 @@ def channel_scores(
     if selection == "random":
         ids = torch.arange(pages, device=keys.device)
         ids = torch.as_tensor(first_page, device=keys.device).reshape(-1, 1) + ids
-        return -hash_channels(seed, layer, heads, ids, head_dim).double().expand(
-            batch, heads, pages, head_dim
+        return (
+            -hash_channels(seed, layer, heads, ids, head_dim)
+            .double()
+            .expand(batch, heads, pages, head_dim)
         )
     h = torch.where(torch.isfinite(keys), to_fp16(keys), 0.0).double()
     if selection == "magnitude":

@@ -1,0 +1,12 @@
+"""Hook into transformers 4.53.2: attention and mask functions, caches, enable and disable.
+
+Importing it registers the attention implementation ``kitty``.
+"""
+
+from kitty.integrations.transformers.attention import register
+from kitty.integrations.transformers.cache import KittyCacheBase, SimulatedCache
+from kitty.integrations.transformers.enable import disable, enable
+
+register()
+
+__all__ = ["KittyCacheBase", "SimulatedCache", "disable", "enable"]

@@ -1,0 +1,215 @@
+"""Kitty caches as transformers sees them: lengths are padded ones, updates return carriers.
+
+The state itself lives in kitty.cache, one object per attention layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kitty.cache import SimulatedLayer
+from kitty.errors import KittyError
+from kitty.integrations.transformers.attention import Carrier
+from kitty.methods import Method, get_method
+
+
+class Observer(Protocol):
+    """Called after the attention of every layer; nothing it does may change the tensors."""
+
+    def __call__(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        scaling: float,
+    ) -> None:
+        """See the call's query and output ``[B, Hq, T, D]``, its keys and values ``[B, H, T, D]``."""
+
+
+class KittyCacheBase(Cache):
+    """What every Kitty cache shares: padded lengths, padding, crop, reset, beams.
+
+    A subclass says how one layer's state is made.
+
+    Args:
+        method: a name from configs/methods.yaml or a Method.
+        dense_prefill: the first call on an empty sequence is dense 16-bit attention (paper
+            section 4.3). False shows every query what token-by-token decoding shows it, so that
+            one call over a whole text equals decoding it.
+        observer: called after every attention call, see :class:`Observer`.
+        overrides: fields of the method to change, for example ``rollback=16``.
+    """
+
+    def __init__(
+        self,
+        method: str | Method = "kitty-pro",
+        *,
+        dense_prefill: bool = True,
+        observer: Observer | None = None,
+        **overrides: Any,
+    ) -> None:
+        super().__init__()
+        self.method = get_method(method, **overrides)
+        self.dense_prefill = dense_prefill
+        self.observer = observer
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; the cache is as new."""
+        self.layers: dict[int, SimulatedLayer] = {}
+        self._real: list[Tensor] = []  # per call, bool [B, T]
+        self._columns: dict[int, int] = {}  # padded length, per layer
+        self._may_remove = 0  # tokens of each sequence that crop may still take back
+
+    def _make_layer(self, layer_idx: int, sliding_window: int | None) -> SimulatedLayer:
+        raise NotImplementedError
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        cache_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Wrap a call's keys and values ``[B, H, T, D]``; the attention function appends them."""
+        carriers = tuple(Carrier(x, self, layer_idx) for x in (key_states, value_states))
+        return carriers  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        real: Tensor | None,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Append a call's tokens to one layer and attend.
+
+        Args:
+            query: ``[B, Hq, T, D]``.
+            keys, values: ``[B, H, T, D]``.
+            real: bool ``[B, T]``; None if there are no pads.
+
+        Returns:
+            ``[B, Hq, T, D]``.
+        """
+        if layer_idx not in self.layers:
+            self.layers[layer_idx] = self._make_layer(layer_idx, sliding_window)
+        out = self.layers[layer_idx].attend(
+            query,
+            keys,
+            values,
+            real,
+            scale=scale,
+            softcap=softcap,
+            dense_prefill=self.dense_prefill,
+        )
+        if self._columns.get(layer_idx, 0) == sum(x.shape[1] for x in self._real):
+            # the first layer to see this call notes it for all
+            seen = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
+            self._real.append(seen if real is None else real.cpu())
+            self._may_remove = self.method.rollback
+        self._columns[layer_idx] = self._columns.get(layer_idx, 0) + keys.shape[2]
+        if self.observer is not None:
+            self.observer(layer_idx, query, keys, values, out, scale)
+        return out
+
+    @property
+    def quantized_pages_read(self) -> int:
+        """Quantized key and value pages read so far, over all layers and sequences."""
+        return sum(layer.pages_read for layer in self.layers.values())
+
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:
+        """Padded length: columns seen, as transformers counts them."""
+        if layer_idx in self._columns or not self._columns:
+            return self._columns.get(layer_idx or 0, 0)
+        return next(iter(self._columns.values()))
+
+    def get_max_cache_shape(self) -> int | None:
+        """None: the cache grows."""
+        return None
+
+    def crop(self, max_length: int) -> None:
+        """Take back the latest columns, down to ``max_length`` (negative: that many fewer).
+
+        Raises:
+            KittyError: a sequence would lose more real tokens than the method's rollback allows
+                since the last call; nothing has changed then.
+        """
+        length = self.get_seq_length()
+        keep = max(0, length + max_length) if max_length < 0 else max_length
+        if keep >= length:
+            return
+        columns = torch.cat(self._real, dim=1)  # [B, N]
+        removed = columns[:, keep:].sum(dim=1).tolist()
+        if self.method.quantized and max(removed) > self._may_remove:
+            raise KittyError(
+                f"Cropping from {length} to {keep} takes back {max(removed)} tokens, but rollback "
+                f"is {self.method.rollback} and {self._may_remove} of it are left since the last "
+                "call: give the cache a larger rollback (for assisted decoding at least the number "
+                "of assistant tokens), or reset() it."
+            )
+        self._may_remove -= max(removed)
+        self._real = [columns[:, :keep]] if keep else []
+        for layer_idx, layer in self.layers.items():
+            layer.crop(removed)
+            self._columns[layer_idx] = keep
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make sequence i a copy of sequence ``beam_idx[i]``, int64 ``[B]`` (beam search)."""
+        for layer in self.layers.values():
+            layer.select(beam_idx)
+        self._real = [x.index_select(0, beam_idx.to(x.device)) for x in self._real]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the sequences ``indices``, in that order."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times."""
+        if self._real:
+            batch = self._real[0].shape[0]
+            self.reorder_cache(torch.arange(batch).repeat_interleave(repeats))
+
+    def __getitem__(self, layer_idx: int) -> NoReturn:
+        _no_legacy()
+
+    def __iter__(self) -> NoReturn:
+        _no_legacy()
+
+    def to_legacy_cache(self) -> NoReturn:
+        """Raises a KittyError: the quantized state is no tuple of tensors."""
+        _no_legacy()
+
+
+def _no_legacy() -> NoReturn:
+    raise KittyError(
+        "A Kitty cache cannot be read as tuples of keys and values (contrastive search and "
+        "return_legacy_cache=True need that): use another decoding mode or the default cache."
+    )
+
+
+class SimulatedCache(KittyCacheBase):
+    """The quantized cache simulated in dense 16-bit storage: any method, any bits, any device.
+
+    Pass it to a model whose attention implementation is ``kitty`` (``kitty.enable(model)`` or
+    ``attn_implementation="kitty"``), as ``past_key_values``. See :class:`KittyCacheBase`.
+    """
+
+    def _make_layer(self, layer_idx: int, sliding_window: int | None) -> SimulatedLayer:
+        return SimulatedLayer(self.method, layer_idx, sliding_window=sliding_window)
+
+
+CacheFactory = Callable[[], KittyCacheBase]

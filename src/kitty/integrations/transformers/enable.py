@@ -1,0 +1,124 @@
+"""``kitty.enable`` and ``kitty.disable``: every generate() of a model uses a Kitty cache.
+
+Nothing of transformers is changed; the model instance gets one wrapped method.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import GenerationConfig, GenerationMode
+
+from kitty.errors import KittyError
+from kitty.integrations.transformers.attention import NAME
+from kitty.integrations.transformers.cache import CacheFactory, KittyCacheBase, SimulatedCache
+from kitty.methods import Method, get_method
+
+_HOOKED = "_prepare_cache_for_generation"
+_SAVED = "_kitty_saved_attention"
+
+
+def enable(
+    model: PreTrainedModel,
+    method: str | Method = "kitty-pro",
+    *,
+    cache: str = "simulated",
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Let every ``model.generate()`` use a fresh Kitty cache, and accept one that is passed.
+
+    A cache that a call itself asks for (``past_key_values`` or ``cache_implementation``) wins.
+    A second ``enable`` replaces the method; :func:`disable` undoes it.
+
+    Args:
+        model: a decoder-only model of transformers 4.53.2.
+        method: a name from configs/methods.yaml, or a Method.
+        cache: ``simulated``.
+        overrides: fields of the method to change, for example ``rollback=16``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        KittyError: the model cannot work with it, or the method or cache is unknown.
+    """
+    resolved = get_method(method, **overrides)
+    if cache != "simulated":
+        raise KittyError(f"cache is {cache!r}, which is not known: use 'simulated'.")
+    check_model(model)
+    disable(model)
+    configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
+    model.__dict__[_SAVED] = [(config, config._attn_implementation) for config in configs]
+    for config in configs:
+        config._attn_implementation = NAME
+    _hook(model, lambda: SimulatedCache(resolved))
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo :func:`enable`; a model that was never enabled stays as it is."""
+    for config, implementation in model.__dict__.pop(_SAVED, []):
+        config._attn_implementation = implementation
+    model.__dict__.pop(_HOOKED, None)
+    return model
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Say in one sentence why a model cannot use a Kitty cache.
+
+    Raises:
+        KittyError: it is an encoder-decoder, or its attention takes no registered function.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise KittyError(
+            f"{name} is an encoder-decoder model, whose cross-attention cache Kitty does not "
+            "quantize: use a decoder-only model."
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise KittyError(
+            f"{name} does not call its attention through transformers' AttentionInterface, so a "
+            "Kitty cache cannot serve it: use a model that does, such as Llama, Qwen, Mistral, "
+            "Gemma or Phi."
+        )
+
+
+def _hook(model: PreTrainedModel, make_cache: CacheFactory) -> None:
+    original = getattr(type(model), _HOOKED)
+
+    def prepare(
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        assistant_model: PreTrainedModel | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = model_kwargs.get("past_key_values")
+        if given is None and _wants_kitty(model, generation_config):
+            given = model_kwargs["past_key_values"] = make_cache()
+        if isinstance(given, KittyCacheBase):
+            _check_mode(generation_config, assistant_model)
+            # a model's own default (Gemma: "hybrid") must not collide with the cache object
+            generation_config.cache_implementation = None
+        return original(model, generation_config, model_kwargs, assistant_model, *args, **kwargs)
+
+    model.__dict__[_HOOKED] = prepare
+
+
+def _wants_kitty(model: PreTrainedModel, generation_config: GenerationConfig) -> bool:
+    """Whether this generate() left the choice of the cache to the model."""
+    asked = generation_config.cache_implementation
+    default = getattr(model.generation_config, "cache_implementation", None)
+    return generation_config.use_cache is not False and asked in (None, default)
+
+
+def _check_mode(
+    generation_config: GenerationConfig, assistant_model: PreTrainedModel | None
+) -> None:
+    mode = generation_config.get_generation_mode(assistant_model)
+    if mode == GenerationMode.CONTRASTIVE_SEARCH:
+        raise KittyError(
+            "Contrastive search re-reads and rewrites the whole cache, which a quantized cache "
+            "cannot do: use another decoding mode, or disable Kitty for this model."
+        )
