@@ -66,11 +66,7 @@ comes from the page and its value from the ring. Queries with c < 0 are pads: th
 from kitty.pages.accounting import ByteReport, report_bytes, table_bytes, tensor_bytes
 from kitty.pages.layout import NO_PAGE, PLANE_BITS, PLANES, BufferLayout, PageLayout
 from kitty.pages.packing import (
-    KeyPages,
-    ValuePages,
     boost_index,
-    empty_key_pages,
-    empty_value_pages,
     pack_keys,
     pack_values,
     pack_words,
@@ -78,9 +74,18 @@ from kitty.pages.packing import (
     unpack_values,
     unpack_words,
 )
+from kitty.pages.storage import (
+    Buffers,
+    KeyPages,
+    ValuePages,
+    empty_buffers,
+    empty_key_pages,
+    empty_value_pages,
+)
 
 __all__ = [
     "BufferLayout",
+    "Buffers",
     "ByteReport",
     "KeyPages",
     "NO_PAGE",
@@ -89,6 +94,7 @@ __all__ = [
     "PageLayout",
     "ValuePages",
     "boost_index",
+    "empty_buffers",
     "empty_key_pages",
     "empty_value_pages",
     "pack_keys",

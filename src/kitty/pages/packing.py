@@ -5,65 +5,12 @@ The kernels are held to these functions bit by bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kitty.pages.layout import PLANE_BITS, PLANES, PageLayout
+from kitty.pages.storage import KeyPages, ValuePages
 from kitty.quant import QuantizedKeys, QuantizedValues
-
-
-class KeyPages(NamedTuple):
-    """Storage of N key pages of H KV heads, contiguous (package docstring).
-
-    Attributes:
-        words: int16 ``[N, H, G/8, D]``, low planes of every channel.
-        high: int16 ``[N, H, G/8, D_boost]``, high planes of the boosted channels.
-        meta: fp16 ``[N, H, 2, D]``, scale (0) and zero (1) of every channel.
-        boosted: uint8 ``[N, H, D_boost]``, the boosted channels, ascending.
-    """
-
-    words: Tensor
-    high: Tensor
-    meta: Tensor
-    boosted: Tensor
-
-
-class ValuePages(NamedTuple):
-    """Storage of N value pages of H KV heads, contiguous (package docstring).
-
-    Attributes:
-        words: int16 ``[N, H, G/8, D]``.
-        meta: fp16 ``[N, H, 2, D/g, G]``, scale (0) and zero (1) of every token's groups.
-    """
-
-    words: Tensor
-    meta: Tensor
-
-
-def empty_key_pages(
-    layout: PageLayout, num_pages: int, heads: int, device: torch.device | str = "cpu"
-) -> KeyPages:
-    """Uninitialized storage of ``num_pages`` key pages."""
-    return KeyPages(
-        **{
-            name: torch.empty((num_pages, heads, *shape), dtype=dtype, device=device)
-            for name, (shape, dtype) in layout.key_parts().items()
-        }
-    )
-
-
-def empty_value_pages(
-    layout: PageLayout, num_pages: int, heads: int, device: torch.device | str = "cpu"
-) -> ValuePages:
-    """Uninitialized storage of ``num_pages`` value pages."""
-    return ValuePages(
-        **{
-            name: torch.empty((num_pages, heads, *shape), dtype=dtype, device=device)
-            for name, (shape, dtype) in layout.value_parts().items()
-        }
-    )
 
 
 def pack_words(codes: Tensor) -> Tensor:

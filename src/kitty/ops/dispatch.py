@@ -1,0 +1,35 @@
+"""Which implementation an op runs: the Triton kernel or the torch reference."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from torch import Tensor
+
+# Triton decides at import whether its kernels are compiled or interpreted, so does this module.
+_interpret = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_kernel(tensor: Tensor) -> bool:
+    """Whether an op on ``tensor`` launches its kernel.
+
+    GPU tensors do. CPU tensors take the torch reference, unless ``TRITON_INTERPRET=1`` was set
+    when Kitty was imported: then they run the kernels in Triton's interpreter.
+    """
+    return tensor.device.type == "cuda" or _interpret
+
+
+@contextlib.contextmanager
+def interpreting(enabled: bool) -> Iterator[None]:
+    """Switch CPU tensors between interpreted kernels and the torch reference, for tests.
+
+    ``enabled=True`` needs kernels that were imported under ``TRITON_INTERPRET=1``.
+    """
+    global _interpret
+    before, _interpret = _interpret, enabled
+    try:
+        yield
+    finally:
+        _interpret = before
