@@ -3,6 +3,8 @@
 The host's counterpart is ``kitty.pages.BufferLayout``.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import triton
 import triton.language as tl
 

@@ -113,7 +113,8 @@ def boost_index(boosted: Tensor, head_dim: int) -> Tensor:
         (*boosted.shape[:-1], head_dim), num_boosted, dtype=dtype, device=boosted.device
     )
     rank = torch.arange(num_boosted, device=boosted.device).to(dtype).expand(boosted.shape)
-    return index.scatter(-1, boosted.to(torch.int64), rank)
+    # pages that were never written hold anything; their map may be anything, too
+    return index.scatter(-1, boosted.to(torch.int64).clamp_max(head_dim - 1), rank)
 
 
 def _positive_zero(x: Tensor) -> Tensor:

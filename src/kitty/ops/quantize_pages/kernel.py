@@ -1,0 +1,414 @@
+"""Triton kernels of quantize_pages; append quantizes its pages with the same two functions.
+
+A page is read plane by plane (G/8 tokens, all channels): fields of one word come from the same
+thread, so packing needs no exchange. Keys are read twice (statistics, codes), the second time out
+of the cache; values once. A program holds one plane of words, never a page.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from kitty.ops.positions import num_pages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kitty.pages import KeyPages, ValuePages
+
+# The method's constants, restated for the kernels and checked against kitty.quant by the tests.
+FP16_MAX = tl.constexpr(65504.0)
+LOW_TOP = tl.constexpr(3.0)  # highest code of 2 bits
+BOOST_TOP = tl.constexpr(15.0)  # highest code of 4 bits
+N_PLANES = tl.constexpr(8)
+FIXED_POINT = tl.constexpr(16777216.0)  # 2^24: fp16 numbers are multiples of 2^-24
+
+
+@triton.jit
+def load_rows(p_x, rows, stride_t, mask, o_c):
+    """Rows of a plane as fp32 ``[G/8, BLOCK_D]``: as stored, and rounded to fp16, saturated."""
+    raw = tl.load(p_x + rows.to(tl.int64)[:, None] * stride_t + o_c[None, :], mask=mask, other=0.0)
+    b_raw = raw.to(tl.float32)
+    if p_x.dtype.element_ty == tl.float16:
+        b_x = b_raw
+    else:
+        b_x = tl.minimum(tl.maximum(b_raw, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
+    return b_raw, b_x
+
+
+@triton.jit
+def plane_rows(first, i_plane, o_t, ROWS: tl.constexpr, RING: tl.constexpr):
+    """Row numbers of a plane's tokens; in a ring of ``RING`` slots unless that is 0."""
+    rows = first + i_plane * ROWS + o_t
+    if RING > 0:
+        rows = rows % RING
+    return rows
+
+
+@triton.jit
+def scale_zero(b_low, b_high, b_top):
+    """Scale, zero and inverse scale of groups with extremes ``b_low``, ``b_high``; all fp32.
+
+    Groups without a finite element have low > high: scale and zero become 0.
+    """
+    empty = b_low > b_high
+    b_low = tl.where(empty, 0.0, b_low) + 0.0  # -0.0 is stored as +0.0
+    b_high = tl.where(empty, 0.0, b_high)
+    b_scale = tl.minimum(tl.div_rn(b_high - b_low, b_top), FP16_MAX)
+    b_scale = b_scale.to(tl.float16).to(tl.float32) + 0.0
+    b_divisor = tl.where(b_scale == 0.0, 1.0, b_scale)
+    b_inverse = tl.where(b_scale == 0.0, 0.0, tl.div_rn(1.0 + b_divisor * 0.0, b_divisor))
+    return b_scale, b_low, b_inverse
+
+
+@triton.jit
+def codes_of(b_raw, b_x, b_zero, b_inverse, b_top):
+    """Codes as int32; truncation is floor, because they are clamped to ≥ 0 first."""
+    b_code = (b_x - b_zero) * b_inverse + 0.5
+    b_code = tl.minimum(tl.maximum(b_code, 0.0), b_top)
+    b_code = tl.where(b_raw > float("-inf"), b_code, 0.0)  # NaN and -inf
+    b_code = tl.where(b_raw == float("inf"), b_top, b_code)
+    return b_code.to(tl.int32)
+
+
+@triton.jit
+def mix32(x):
+    """MurmurHash3's finalizer on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B
+    x = x ^ (x >> 13)
+    x = x * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def hash_channels(seed, layer, i_h, i_page, o_c):
+    """The counter hash of kitty.quant, uint32 ``[BLOCK_D]``."""
+    x = mix32((o_c * 0 + seed).to(tl.uint32))
+    x = mix32(x ^ (o_c * 0 + layer).to(tl.uint32))
+    x = mix32(x ^ (o_c * 0 + i_h).to(tl.uint32))
+    x = mix32(x ^ (o_c * 0 + i_page).to(tl.uint32))
+    return mix32(x ^ o_c.to(tl.uint32))
+
+
+@triton.jit
+def highest(b_score, o_c, D: tl.constexpr, D_BOOST: tl.constexpr):
+    """Which of int64 ``b_score`` ``[BLOCK_D]`` ≥ 0 are the D_BOOST highest; ties: lower channel."""
+    b_score = tl.where(o_c < D, b_score, -1)
+    above = b_score[None, :] > b_score[:, None]  # [BLOCK_D, BLOCK_D]
+    tied = (b_score[None, :] == b_score[:, None]) & (o_c[None, :] < o_c[:, None])
+    rank = tl.sum((above | tied).to(tl.int32), axis=1)
+    return (rank < D_BOOST) & (o_c < D)
+
+
+@triton.jit
+def sum_of_squares(
+    p_x, first, stride_t, o_t, o_c, b_mean, ROWS: tl.constexpr, RING: tl.constexpr, D: tl.constexpr
+):
+    """Σ (x - mean)² of each channel over the page, fp64 ``[BLOCK_D]``."""
+    b_sum = tl.zeros([o_t.shape[0], o_c.shape[0]], tl.float64)
+    for i_plane in range(N_PLANES):
+        rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+        b_raw, b_x = load_rows(p_x, rows, stride_t, o_c[None, :] < D, o_c)
+        b_x = tl.where(tl.abs(b_raw) < float("inf"), b_x, 0.0)
+        b_gap = b_x.to(tl.float64) - b_mean[None, :]
+        b_sum += b_gap * b_gap
+    return tl.sum(b_sum, axis=0)
+
+
+@triton.jit
+def quantize_key_page(
+    p_x,  # first channel of the head's row 0
+    first,  # row of the page's first token
+    stride_t,
+    i_h,
+    i_page,  # absolute number of the page, for the random selection
+    seed,
+    layer,
+    p_words,  # [G/8, D] of the page and head, and so on
+    p_high,
+    p_meta,
+    p_boosted,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_BOOST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RING: tl.constexpr,
+    SELECTION: tl.constexpr,
+):
+    """Quantize one page of keys per channel, the boosted channels with 4 bits, and pack it."""
+    ROWS: tl.constexpr = G // N_PLANES
+    o_t = tl.arange(0, ROWS)
+    o_c = tl.arange(0, BLOCK_D)
+    m_c = o_c < D
+    CHOOSES: tl.constexpr = (D_BOOST > 0) and (D_BOOST < D)
+    SUMS: tl.constexpr = CHOOSES and (SELECTION != "random")
+
+    b_low = tl.full([ROWS, BLOCK_D], float("inf"), tl.float32)
+    b_high = tl.full([ROWS, BLOCK_D], float("-inf"), tl.float32)
+    b_sum = tl.zeros([ROWS, BLOCK_D], tl.float64)  # exact: multiples of 2^-24 below 2^24
+    for i_plane in tl.static_range(N_PLANES):
+        rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+        b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
+        finite = tl.abs(b_raw) < float("inf")
+        b_low = tl.minimum(b_low, tl.where(finite, b_x, float("inf")))
+        b_high = tl.maximum(b_high, tl.where(finite, b_x, float("-inf")))
+        if SUMS:
+            b_x = tl.where(finite, b_x, 0.0)
+            if SELECTION == "magnitude":
+                b_x = tl.abs(b_x)
+            b_sum += b_x.to(tl.float64)
+
+    if CHOOSES:
+        if SELECTION == "random":
+            b_hash = hash_channels(seed, layer, i_h, i_page, o_c)
+            b_score = 0xFFFFFFFF - b_hash.to(tl.int64)
+        else:
+            b_total = tl.sum(b_sum, axis=0)
+            if SELECTION == "magnitude":
+                b_score = (b_total * FIXED_POINT).to(tl.int64)
+            else:
+                b_square = sum_of_squares(
+                    p_x, first, stride_t, o_t, o_c, b_total / G, ROWS, RING, D
+                )
+                # fp64 numbers ≥ 0 are ordered like their bits
+                b_score = (b_square / G).to(tl.int64, bitcast=True)
+        boosted = highest(b_score, o_c, D, D_BOOST)
+    else:
+        boosted = m_c & (D_BOOST > 0)
+    b_top = tl.where(boosted, BOOST_TOP, LOW_TOP)
+    b_scale, b_zero, b_inverse = scale_zero(tl.min(b_low, axis=0), tl.max(b_high, axis=0), b_top)
+    tl.store(p_meta + o_c, b_scale.to(tl.float16), mask=m_c)
+    tl.store(p_meta + D + o_c, b_zero.to(tl.float16), mask=m_c)
+
+    b_words = tl.zeros([ROWS, BLOCK_D], tl.int32)
+    b_words_high = tl.zeros([ROWS, BLOCK_D], tl.int32)
+    for i_plane in tl.static_range(N_PLANES):
+        rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+        b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
+        b_code = codes_of(b_raw, b_x, b_zero[None, :], b_inverse[None, :], b_top[None, :])
+        b_words |= (b_code & 3) << (2 * i_plane)
+        b_words_high |= (b_code >> 2) << (2 * i_plane)
+    o_word = o_t[:, None] * D + o_c[None, :]
+    tl.store(p_words + o_word, b_words.to(tl.int16), mask=m_c[None, :])
+    if D_BOOST > 0:
+        # place of a boosted channel in the ascending list
+        b_count = boosted.to(tl.int32)
+        o_list = tl.cumsum(b_count, axis=0) - b_count
+        tl.store(p_boosted + o_list, o_c.to(tl.uint8), mask=boosted)
+        o_high = o_t[:, None] * D_BOOST + o_list[None, :]
+        m_high = boosted[None, :] & (o_t[:, None] >= 0)
+        tl.store(p_high + o_high, b_words_high.to(tl.int16), mask=m_high)
+
+
+@triton.jit
+def quantize_value_page(
+    p_x,
+    first,
+    stride_t,
+    p_words,
+    p_meta,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """Quantize one page of values per token over groups of channels, and pack it."""
+    ROWS: tl.constexpr = G // N_PLANES
+    N_GROUPS: tl.constexpr = D // GROUP
+    o_t = tl.arange(0, ROWS)
+    o_c = tl.arange(0, BLOCK_GROUP)
+    m_c = o_c < GROUP
+    for i_group in tl.static_range(N_GROUPS):
+        p_group = p_x + i_group * GROUP
+        b_words = tl.zeros([ROWS, BLOCK_GROUP], tl.int32)
+        for i_plane in tl.static_range(N_PLANES):
+            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+            b_raw, b_x = load_rows(p_group, rows, stride_t, m_c[None, :], o_c)
+            finite = (tl.abs(b_raw) < float("inf")) & m_c[None, :]
+            b_low = tl.min(tl.where(finite, b_x, float("inf")), axis=1)
+            b_high = tl.max(tl.where(finite, b_x, float("-inf")), axis=1)
+            b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_low * 0.0 + LOW_TOP)
+            b_code = codes_of(b_raw, b_x, b_zero[:, None], b_inverse[:, None], LOW_TOP)
+            b_words |= b_code << (2 * i_plane)
+            p_token = p_meta + i_group * G + i_plane * ROWS + o_t
+            tl.store(p_token, b_scale.to(tl.float16))
+            tl.store(p_token + N_GROUPS * G, b_zero.to(tl.float16))
+        o_word = o_t[:, None] * D + i_group * GROUP + o_c[None, :]
+        tl.store(p_words + o_word, b_words.to(tl.int16), mask=m_c[None, :])
+
+
+@triton.jit(do_not_specialize=["seed", "layer"])
+def quantize_keys_kernel(
+    p_k,  # [B, H, T, D], strided
+    p_words,
+    p_high,
+    p_meta,
+    p_boosted,
+    p_table,  # [B, max_pages]
+    p_seq_lens,
+    num_tokens,
+    num_heads,
+    stride_b,
+    stride_h,
+    stride_t,
+    stride_table,
+    seed,
+    layer,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_BOOST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNPAGED: tl.constexpr,
+    SINK: tl.constexpr,
+    SELECTION: tl.constexpr,
+):
+    """One key page of one head per program; grid (pages · H, B), heads fastest."""
+    i_h = tl.program_id(0) % num_heads
+    i_page = tl.program_id(0) // num_heads
+    i_b = tl.program_id(1)
+    length = tl.load(p_seq_lens + i_b)
+    if i_page < num_pages(length, UNPAGED, G):
+        page = tl.load(p_table + i_b.to(tl.int64) * stride_table + i_page)
+        if page >= 0:
+            i_part = page.to(tl.int64) * num_heads + i_h
+            quantize_key_page(
+                p_k + i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h,
+                num_tokens - length + SINK + i_page * G,
+                stride_t,
+                i_h,
+                i_page,
+                seed,
+                layer,
+                p_words + i_part * (G // N_PLANES * D),
+                p_high + i_part * (G // N_PLANES * D_BOOST),
+                p_meta + i_part * (2 * D),
+                p_boosted + i_part * D_BOOST,
+                G,
+                D,
+                D_BOOST,
+                BLOCK_D,
+                0,
+                SELECTION,
+            )
+
+
+@triton.jit
+def quantize_values_kernel(
+    p_v,  # [B, H, T, D], strided
+    p_words,
+    p_meta,
+    p_table,  # [B, max_pages]
+    p_seq_lens,
+    num_tokens,
+    num_heads,
+    stride_b,
+    stride_h,
+    stride_t,
+    stride_table,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    UNPAGED: tl.constexpr,
+    SINK: tl.constexpr,
+):
+    """One value page of one head per program; grid (pages · H, B), heads fastest."""
+    i_h = tl.program_id(0) % num_heads
+    i_page = tl.program_id(0) // num_heads
+    i_b = tl.program_id(1)
+    length = tl.load(p_seq_lens + i_b)
+    if i_page < num_pages(length, UNPAGED, G):
+        page = tl.load(p_table + i_b.to(tl.int64) * stride_table + i_page)
+        if page >= 0:
+            i_part = page.to(tl.int64) * num_heads + i_h
+            quantize_value_page(
+                p_v + i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h,
+                num_tokens - length + SINK + i_page * G,
+                stride_t,
+                p_words + i_part * (G // N_PLANES * D),
+                p_meta + i_part * (2 * (D // GROUP) * G),
+                G,
+                D,
+                GROUP,
+                BLOCK_GROUP,
+                0,
+            )
+
+
+def launch_quantize_pages(
+    k: Tensor,
+    v: Tensor,
+    keys: KeyPages,
+    values: ValuePages,
+    key_table: Tensor,
+    value_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    sink: int,
+    window: int,
+    rollback: int,
+    selection: str,
+    seed: int,
+    layer: int,
+    key_warps: int = 4,
+    value_warps: int = 4,
+) -> None:
+    """Launch both kernels, one program per page and head that T tokens can fill at most."""
+    batch, heads, num_tokens, head_dim = k.shape
+    page_size = keys.words.shape[2] * 8
+    group = min(head_dim, page_size)
+    key_pages = max(0, num_tokens - sink - rollback) // page_size
+    value_pages = max(0, num_tokens - sink - window - rollback) // page_size
+    if key_pages > 0:
+        quantize_keys_kernel[(key_pages * heads, batch)](
+            k,
+            *keys,
+            key_table,
+            seq_lens,
+            num_tokens,
+            heads,
+            *k.stride()[:3],
+            key_table.stride(0),
+            as_int32(seed),
+            layer,
+            G=page_size,
+            D=head_dim,
+            D_BOOST=keys.high.shape[-1],
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            UNPAGED=sink + rollback,
+            SINK=sink,
+            SELECTION=selection,
+            num_warps=key_warps,
+            enable_fp_fusion=False,
+        )
+    if value_pages > 0:
+        quantize_values_kernel[(value_pages * heads, batch)](
+            v,
+            *values,
+            value_table,
+            seq_lens,
+            num_tokens,
+            heads,
+            *v.stride()[:3],
+            value_table.stride(0),
+            G=page_size,
+            D=head_dim,
+            GROUP=group,
+            BLOCK_GROUP=triton.next_power_of_2(group),
+            UNPAGED=sink + window + rollback,
+            SINK=sink,
+            num_warps=value_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def as_int32(number: int) -> int:
+    """The low 32 bits of a number, as a signed one, so that it stays a 32-bit argument."""
+    return (number + 2**31) % 2**32 - 2**31
