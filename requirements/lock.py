@@ -1,8 +1,8 @@
 """Write requirements/lock.txt: every package of every extra, pinned, with the sha256 of its files.
 
-Needs `uv` beside the running Python (`make lock` puts it in a folder of its own). Left out are torch, triton
-and the CUDA libraries: which build of those is right depends on the machine, so the Makefile installs
-torch by its pinned version first and everything else from this file with `--no-deps`.
+Needs `uv` beside the running Python (`make lock` puts it in a folder of its own). Left out are
+torch, triton and the CUDA libraries: which build of those is right depends on the machine, so the
+Makefile installs torch by its pinned version first, then all else from this file with `--no-deps`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main() -> None:
         pins = Path(folder) / "torch.txt"
         pins.write_text(f"torch=={arguments.torch}\n")
         command = [
-            str(Path(sys.executable).with_name("uv")), "pip", "compile", str(ROOT / "pyproject.toml"),
+            str(Path(sys.executable).with_name("uv")), "pip", "compile",
+            str(ROOT / "pyproject.toml"),
             "--all-extras", "--generate-hashes", "--python-version", "3.11",
             "--python-platform", "x86_64-manylinux_2_28", "--constraint", str(pins),
             "--no-annotate", "--no-header", "--no-emit-index-url", "--no-emit-find-links",

@@ -122,8 +122,8 @@ def _git(root: Path, *arguments: str) -> str | None:
 def peak_memory_bytes() -> int | None:
     """Largest resident size of this process so far, in bytes.
 
-    Read from the kernel's high-water mark of the address space: the figure of ``getrusage`` is inherited
-    from the parent across fork and exec, so a small job started by a large one would report too much.
+    Read from the kernel's high-water mark of the address space: the figure of ``getrusage`` is
+    inherited across fork and exec, so a small job of a large parent would report too much.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():

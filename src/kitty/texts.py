@@ -63,8 +63,8 @@ def load_passage(name_or_file: str | Path) -> Passage:
     path = Path(name_or_file).expanduser()
     if not path.is_file():
         raise KittyError(
-            f"Passage {name!r} is neither a shipped text ({', '.join(known_passages())}) nor a file: "
-            "give one of these names, or the path of a text file."
+            f"Passage {name!r} is neither a shipped text ({', '.join(known_passages())}) nor a "
+            "file: give one of these names, or the path of a text file."
         )
     content = _read(path)
     return Passage(path.stem, _decode(content, path), hashlib.sha256(content).hexdigest(), None)
@@ -76,8 +76,8 @@ def _shipped_passage(name: str, entry: dict[str, str]) -> Passage:
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != entry["sha256"]:
         raise KittyError(
-            f"The text {path} was changed: its sha256 is {sha256}, not {entry['sha256']}; restore it, "
-            "or pass a text of your own by its path."
+            f"The text {path} was changed: its sha256 is {sha256}, not {entry['sha256']}; restore "
+            "it, or pass a text of your own by its path."
         )
     return Passage(name, _decode(content, path), sha256, entry["licence"])
 
@@ -107,17 +107,17 @@ def check_length(num_tokens: int, method: Method, passage: str, asked: int | Non
     """Refuse a text that is too short for a method or for the number of tokens asked for.
 
     Raises:
-        KittyError: the text has fewer tokens than ``asked``, or than the sink, the local window and two pages.
+        KittyError: the text has fewer tokens than ``asked``, or than buffers and two pages.
     """
     if asked is not None and num_tokens < asked:
         raise KittyError(
-            f"Passage {passage!r} has {num_tokens} tokens, fewer than the {asked} asked for: ask for "
-            "fewer tokens, or give a longer text."
+            f"Passage {passage!r} has {num_tokens} tokens, fewer than the {asked} asked for: ask "
+            "for fewer tokens, or give a longer text."
         )
     least = least_tokens(method)
     if num_tokens < least:
         raise KittyError(
-            f"Passage {passage!r} gives {num_tokens} tokens, but method {method.name!r} needs {least} "
-            f"(sink {method.sink}, local window {method.window} and two pages of "
+            f"Passage {passage!r} gives {num_tokens} tokens, but method {method.name!r} needs "
+            f"{least} (sink {method.sink}, local window {method.window} and two pages of "
             f"{method.page_size}): use a longer text or a smaller page."
         )

@@ -1,0 +1,58 @@
+# Kitty's pipeline: one experiment file in, records, tables, figures and an HTML report out.
+#
+#   snakemake all --cores 2 --config experiment=smoke results=results
+#
+# experiment   a name of configs/experiments, or the path of an experiment file (default smoke)
+# results      folder that gets a folder of the experiment's name (default results)
+#
+# `kitty run` starts the same with the profile in configs/profiles/default and clears stale locks.
+
+
+include: "workflows/common.smk"
+include: "workflows/accuracy.smk"
+include: "workflows/analysis.smk"
+include: "workflows/report.smk"
+
+
+localrules:
+    all,
+    accuracy,
+    analysis,
+    tables,
+    figures,
+    report,
+
+
+rule all:
+    default_target: True
+    input:
+        QUALITY,
+        ANALYSES,
+        TABLES,
+        FIGURES,
+        REPORT,
+
+
+rule accuracy:
+    input:
+        QUALITY,
+
+
+rule analysis:
+    input:
+        ANALYSES,
+
+
+rule tables:
+    input:
+        TABLES,
+
+
+rule figures:
+    input:
+        FIGURES,
+
+
+rule report:
+    input:
+        REPORT,

@@ -1,0 +1,495 @@
+"""The command line. Mistakes of the user end in one sentence on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kitty.errors import KittyError
+from kitty.launcher import ERROR_MARK, TARGETS
+
+MAIN_MODEL = "smollm2-135m-instruct"
+MAIN_PASSAGE = "python-data-model"
+
+app = typer.Typer(
+    name="kitty",
+    help="2-bit KV-cache quantization with dynamic channel-wise precision boost.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+models_app = typer.Typer(no_args_is_help=True, help="Models by name, and the embedded one.")
+job_app = typer.Typer(no_args_is_help=True, help="Single jobs of an experiment, for the workflow.")
+app.add_typer(models_app, name="models")
+app.add_typer(job_app, name="job", hidden=True)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except KittyError as error:
+        print(ERROR_MARK + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+# --- shared options and output -------------------------------------------------------------------
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="Name, local folder, or hub:OWNER/NAME.")
+]
+PassageOption = Annotated[str, typer.Option("--passage", "-p", help="A text shipped with Kitty.")]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="A UTF-8 text file in place of a passage.")
+]
+TokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens", "-n", min=1, help="Leading tokens of the text (default 2176 at most)."
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help="float16, bfloat16, float32, float64; default: the model's own."),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, auto.")]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Write the record here.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads (default: torch's choice).")
+]
+BoostOption = Annotated[
+    float | None, typer.Option("--boost-ratio", help="Share of key channels boosted, 0 to 1.")
+]
+SelectionOption = Annotated[
+    str | None, typer.Option("--selection", help="magnitude, random or variance.")
+]
+KeyBitsOption = Annotated[int | None, typer.Option("--key-bits", help="1 to 8, or 16.")]
+ValueBitsOption = Annotated[int | None, typer.Option("--value-bits", help="1 to 8, or 16.")]
+BoostBitsOption = Annotated[int | None, typer.Option("--boost-bits", help="1 to 8.")]
+SinkOption = Annotated[int | None, typer.Option("--sink", help="Leading 16-bit tokens.")]
+WindowOption = Annotated[int | None, typer.Option("--window", help="Most recent 16-bit tokens.")]
+PageOption = Annotated[int | None, typer.Option("--page-size", help="Tokens of one page.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Of the random selection.")]
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Any]:
+    """A bar on stderr as a callback (steps done, steps in all); silent when not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def spinner(title: str) -> Iterator[None]:
+    """A notice that something of unknown length is going on; silent when not a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(title):
+        yield
+
+
+def show_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
+    """Print a table: with rules on a terminal, tab-separated into a pipe."""
+    if not sys.stdout.isatty():
+        for row in [columns, *rows]:
+            print("\t".join(row))
+        return
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def set_threads(threads: int | None) -> None:
+    """CPU threads of torch."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+# --- methods and models --------------------------------------------------------------------------
+
+
+@app.command(
+    "methods",
+    epilog="Examples: `kitty methods`, `kitty methods --all --json`",
+)
+def show_methods(
+    every: Annotated[bool, typer.Option("--all", help="Also every point of the sweeps.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the quantization methods."""
+    from kitty.methods import load_methods
+
+    methods = [m for m in load_methods().values() if every or "%" not in m.title]
+    if as_json:
+        print(json.dumps([method.to_dict() for method in methods], indent=2))
+        return
+    columns = ["name", "title", "K bits", "V bits", "boost", "selection", "sink", "window", "page"]
+    columns += ["bits/element (D=128)", "packed cache"]
+    rows = []
+    for m in methods:
+        boost = f"{m.boost_ratio:.1%} to {m.boost_bits}" if m.boost_ratio else "-"
+        bits = sum(m.bits_per_element(128)) / 2
+        reason = m.packed_reason()
+        held = "yes" if reason is None else f"no: {reason}"
+        numbers = [str(m.sink), str(m.window), str(m.page_size), f"{bits:.2f}"]
+        selection = m.selection if m.boost_ratio else "-"
+        rows.append(
+            [m.name, m.title, str(m.key_bits), str(m.value_bits), boost, selection, *numbers, held]
+        )
+    show_table(columns, rows, "Methods")
+
+
+@models_app.command("list", epilog="Example: `kitty models list`")
+def list_models() -> None:
+    """List the models that are known by name."""
+    from kitty.models import embedded_folder, find_model, known_models
+
+    rows = []
+    for name in known_models():
+        spec = find_model(name)
+        where = spec.source
+        if spec.embedded is not None:
+            where += " (in the cache)" if embedded_folder(spec).is_dir() else " (not fetched yet)"
+        rows.append([name, spec.title, spec.dtype or "", where])
+    show_table(["name", "title", "dtype", "source"], rows, "Models")
+
+
+@models_app.command("obtain", epilog="Example: `kitty models obtain smollm2-135m-instruct`")
+def obtain_model(
+    name: Annotated[str, typer.Argument(help="An embedded model.")] = MAIN_MODEL,
+) -> None:
+    """Fetch and convert an embedded model, or mend it where a file is damaged."""
+    from kitty.models import obtain_embedded
+
+    with spinner(f"obtaining {name}"):
+        print(obtain_embedded(name, repair=True))
+
+
+# --- the pipeline --------------------------------------------------------------------------------
+
+
+@app.command(
+    "run",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=(
+        "Examples: `kitty run smoke`, `kitty run ablation --cores 8 --results out`, "
+        "`kitty run tiny --target tables`, `kitty run smoke -- --dry-run`"
+    ),
+)
+def run_experiment(
+    context: typer.Context,
+    experiment: Annotated[
+        str, typer.Argument(help="Name, or path of an experiment file.")
+    ] = "smoke",
+    results: Annotated[str, typer.Option(help="Folder of the results.")] = "results",
+    target: Annotated[str, typer.Option(help="One of " + ", ".join(TARGETS) + ".")] = "all",
+    cores: Annotated[str, typer.Option(help="Cores to use: a number, or all.")] = "all",
+    memory_mb: Annotated[
+        int | None,
+        typer.Option(min=1, help="Memory of all jobs together (default: 80% of what is free)."),
+    ] = None,
+) -> None:
+    """Run an experiment: records, tables, figures, report. A run that was stopped goes on.
+
+    Further arguments go to snakemake.
+    """
+    from kitty.launcher import Run, launch
+
+    run = Run(experiment, results, target, cores, memory_mb, tuple(context.args))
+    status = launch(run)
+    if status == 0 and target in ("all", "report") and not context.args:
+        from kitty.workflow import Plan
+
+        print(f"report: {Plan.load(experiment, results).report()}")
+    raise typer.Exit(status)
+
+
+# --- single measurements -------------------------------------------------------------------------
+
+
+@app.command(
+    "eval",
+    epilog=(
+        "Examples: `kitty eval --method kitty-pro`, "
+        "`kitty eval --method kitty --boost-ratio 0.375 --selection variance --tokens 1024`, "
+        "`kitty eval --method kivi-k2v2 --text book.txt --reference ref.safetensors --out r.json`"
+    ),
+)
+def evaluate(
+    method: Annotated[str, typer.Option("--method", help="See `kitty methods`.")] = "kitty-pro",
+    model: ModelOption = MAIN_MODEL,
+    passage: PassageOption = MAIN_PASSAGE,
+    text: TextOption = None,
+    tokens: TokensOption = None,
+    key_bits: KeyBitsOption = None,
+    value_bits: ValueBitsOption = None,
+    boost_ratio: BoostOption = None,
+    boost_bits: BoostBitsOption = None,
+    selection: SelectionOption = None,
+    sink: SinkOption = None,
+    window: WindowOption = None,
+    page_size: PageOption = None,
+    seed: SeedOption = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", help="File of the 16-bit pass; written if it is not there."),
+    ] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a method's quality against the 16-bit model, teacher-forced over a text."""
+    import tempfile
+
+    from kitty.jobs import Setting, measure_quality, measure_reference
+    from kitty.methods import get_method
+    from kitty.models import find_model
+    from kitty.texts import load_passage
+
+    chosen = get_method(
+        method,
+        key_bits=key_bits,
+        value_bits=value_bits,
+        boost_ratio=boost_ratio,
+        boost_bits=boost_bits,
+        selection=selection,
+        sink=sink,
+        window=window,
+        page_size=page_size,
+        seed=seed,
+    )
+    setting = Setting(find_model(model), load_passage(text or passage), tokens, dtype, device)
+    set_threads(threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        place = reference or Path(scratch) / "reference.safetensors"
+        if not place.is_file():
+            with spinner("16-bit pass"):
+                measure_reference(setting, chosen, place)
+        with progress_bar(chosen.title) as progress:
+            record = measure_quality(setting, chosen, place, progress=progress)
+    deliver(record, out, as_json)
+
+
+@app.command(
+    "analyze",
+    epilog="Examples: `kitty analyze`, `kitty analyze --method kitty --layer 3 --out a.json`",
+)
+def analyze_channels(
+    method: Annotated[
+        str, typer.Option("--method", help="Whose choice of channels is examined.")
+    ] = "kitty-pro",
+    model: ModelOption = MAIN_MODEL,
+    passage: PassageOption = MAIN_PASSAGE,
+    text: TextOption = None,
+    tokens: TokensOption = None,
+    boost_ratio: BoostOption = None,
+    selection: SelectionOption = None,
+    layer: Annotated[
+        int | None, typer.Option("--layer", help="Layer kept in full (default: the middle one).")
+    ] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Analyse the key channels: magnitude, sensitivity, overlap, stability (Figure 2)."""
+    from kitty.jobs import Setting, measure_analysis
+    from kitty.methods import get_method
+    from kitty.models import find_model
+    from kitty.texts import load_passage
+
+    chosen = get_method(method, boost_ratio=boost_ratio, selection=selection)
+    setting = Setting(find_model(model), load_passage(text or passage), tokens, dtype, device)
+    set_threads(threads)
+    with progress_bar("channels") as progress:
+        record = measure_analysis(setting, chosen, layer=layer, progress=progress)
+    deliver(record, out, as_json)
+
+
+def deliver(record: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    """Write a record where asked to, and print its metrics."""
+    from kitty.records import format_record, write_record
+
+    if out is not None:
+        write_record(out, record)
+    if as_json:
+        print(format_record(record), end="")
+        return
+    metrics = record["metrics"]
+    rows = []
+    for name, value in metrics.items():
+        if name.endswith("_ci") or isinstance(value, list):
+            continue
+        bounds = metrics.get(f"{name}_ci")
+        interval = "" if bounds is None else f"{bounds[0]:.4g} … {bounds[1]:.4g}"
+        rows.append([name, f"{value:.5g}" if isinstance(value, float) else str(value), interval])
+    passage = record["passage"]
+    title = f"{record['method']['title']}, {record['model']['name']}, {passage['name']}"
+    title += f", {passage['num_tokens']} tokens"
+    show_table(["metric", "value", "95% interval"], rows, title)
+
+
+@app.command(
+    "report",
+    epilog="Examples: `kitty report smoke`, `kitty report ablation --results out`",
+)
+def make_report(
+    experiment: Annotated[
+        str, typer.Argument(help="Name, or path of an experiment file.")
+    ] = "smoke",
+    results: Annotated[str, typer.Option(help="Folder of the results.")] = "results",
+) -> None:
+    """Make tables, figures and the HTML report of an experiment from its records."""
+    from kitty.workflow import Plan
+
+    plan = Plan.load(experiment, results)
+    with spinner("tables, figures, report"):
+        for path in [*plan.write_tables(), *plan.write_figures(), plan.write_report()]:
+            print(path)
+
+
+@app.command("doctor", epilog="Example: `kitty doctor`")
+def doctor(as_json: JsonOption = False) -> None:
+    """Show versions, GPU, memory, and what will run where."""
+    from kitty.doctor import examine
+
+    found = examine()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for title, entries in found.items():
+        show_table([title, ""], [[name, str(value)] for name, value in entries.items()])
+
+
+# --- jobs of the workflow ------------------------------------------------------------------------
+
+ExperimentOption = Annotated[str, typer.Option("--experiment")]
+JobOut = Annotated[Path, typer.Option("--out")]
+
+
+def _setting(experiment: Any, model: str, passage: str) -> Any:
+    from kitty.jobs import Setting
+    from kitty.texts import load_passage
+
+    set_threads(experiment.threads)
+    return Setting(
+        experiment.models[model],
+        load_passage(experiment.passages[passage]),
+        experiment.tokens,
+        experiment.dtype,
+        experiment.device,
+        experiment.name,
+    )
+
+
+@job_app.command("model")
+def job_model(experiment: ExperimentOption, model: ModelOption, out: JobOut) -> None:
+    """Make sure that a model can be loaded, and say where it came from."""
+    from kitty.experiments import load_experiment
+    from kitty.models import describe_model, obtain_embedded
+    from kitty.records import write_atomically
+
+    spec = load_experiment(experiment).models[model]
+    if spec.embedded is not None:
+        obtain_embedded(spec, repair=True)
+    write_atomically(out, (json.dumps(describe_model(spec), indent=2) + "\n").encode())
+
+
+@job_app.command("reference")
+def job_reference(
+    experiment: ExperimentOption, model: ModelOption, passage: PassageOption, out: JobOut
+) -> None:
+    """Run the 16-bit model over a text."""
+    from kitty.experiments import load_experiment
+    from kitty.jobs import measure_reference
+    from kitty.texts import least_tokens
+
+    loaded = load_experiment(experiment)
+    longest = max(loaded.methods, key=least_tokens)
+    measure_reference(_setting(loaded, model, passage), longest, out)
+
+
+@job_app.command("quality")
+def job_quality(
+    experiment: ExperimentOption,
+    model: ModelOption,
+    passage: PassageOption,
+    method: Annotated[str, typer.Option("--method")],
+    repeat: Annotated[int, typer.Option("--repeat")],
+    reference: Annotated[Path, typer.Option("--reference")],
+    out: JobOut,
+) -> None:
+    """Measure one method."""
+    from kitty.experiments import load_experiment
+    from kitty.jobs import measure_quality
+    from kitty.records import write_record
+
+    loaded = load_experiment(experiment)
+    job = loaded.job(model, passage, method, repeat)
+    setting = _setting(loaded, model, passage)
+    with progress_bar(job.method.title) as progress:
+        record = measure_quality(
+            setting, job.method, reference, repeat=job.repeat, progress=progress
+        )
+    write_record(out, record)
+
+
+@job_app.command("analysis")
+def job_analysis(
+    experiment: ExperimentOption, model: ModelOption, passage: PassageOption, out: JobOut
+) -> None:
+    """Analyse the key channels of a model on a text."""
+    from kitty.experiments import load_experiment
+    from kitty.jobs import measure_analysis
+    from kitty.records import write_record
+
+    loaded = load_experiment(experiment)
+    assert loaded.analysis_method is not None
+    setting = _setting(loaded, model, passage)
+    write_record(
+        out, measure_analysis(setting, loaded.analysis_method, layer=loaded.analysis_layer)
+    )
+
+
+@job_app.command("report")
+def job_report(
+    part: Annotated[str, typer.Argument(help="tables, figures or report")],
+    experiment: ExperimentOption,
+    results: Annotated[str, typer.Option("--results")],
+) -> None:
+    """Make the tables, the figures or the report from the records."""
+    from kitty.workflow import Plan
+
+    plan = Plan.load(experiment, results)
+    {"tables": plan.write_tables, "figures": plan.write_figures, "report": plan.write_report}[
+        part
+    ]()

@@ -1,0 +1,222 @@
+"""Starts the pipeline: one at a time in a folder, going on where a killed one stopped.
+
+Snakemake leaves a lock behind when it is killed. Whether its process is gone is known here from a
+lock that the kernel frees with the process: a stale one is cleared, a live one is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kitty.environment import free_memory_bytes
+from kitty.errors import KittyError
+from kitty.paths import configs_dir, shipped
+from kitty.workflow import Plan
+
+STATE = Path(".snakemake")  # Snakemake's own folder, below the working directory
+LOCK = STATE / "kitty-run.lock"
+ERROR_MARK = "kitty: error: "
+MEMORY_SHARE = 0.8  # of the free memory, given to the jobs together
+TARGETS = ("all", "accuracy", "analysis", "tables", "figures", "report")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of the pipeline in the working directory.
+
+    Attributes:
+        experiment: name or file.
+        results: folder of the results.
+        target: rule to make.
+        cores: a number, or ``all``.
+        memory_mb: of all jobs together; None: most of what is free.
+        extra: further arguments of snakemake.
+    """
+
+    experiment: str
+    results: str = "results"
+    target: str = "all"
+    cores: str = "all"
+    memory_mb: int | None = None
+    extra: Sequence[str] = ()
+
+    def command(self) -> list[str]:
+        """The snakemake command line."""
+        memory = self.memory_mb or int(MEMORY_SHARE * (free_memory_bytes() or 8 * 2**30) / 2**20)
+        return [
+            *(sys.executable, "-m", "snakemake", self.target),
+            *("--snakefile", str(shipped("Snakefile"))),
+            *("--workflow-profile", str(configs_dir() / "profiles" / "default")),
+            *("--cores", self.cores),
+            *("--resources", f"mem_mb={memory}"),
+            *("--config", f"experiment={self.experiment}", f"results={self.results}"),
+            *self.extra,
+        ]
+
+
+def launch(run: Run) -> int:
+    """Run the pipeline and wait for it.
+
+    Returns:
+        Snakemake's exit status. The reasons of failed jobs are printed on stderr, a line each.
+
+    Raises:
+        KittyError: the experiment is wrong, the folder cannot be written, or another run is in it.
+    """
+    if run.target not in TARGETS:
+        raise KittyError(f"Target {run.target!r} is not known: use one of {', '.join(TARGETS)}.")
+    _check_cores(run.cores)
+    plan = Plan.load(run.experiment, run.results)
+    check_writable(plan.root)
+    check_writable(STATE)
+    with only_run(LOCK, {"experiment": plan.experiment.name}) as handle:
+        clear_stale_lock()
+        before = log_states(plan.root)
+        status = _wait(subprocess.Popen(run.command(), pass_fds=(handle,)))
+    if status != 0:
+        for reason in failures(plan.root, before):
+            print(f"{ERROR_MARK}{reason}", file=sys.stderr)
+    return status
+
+
+def _check_cores(cores: str) -> None:
+    if cores != "all" and not (cores.isdigit() and int(cores) > 0):
+        raise KittyError(f"cores is {cores!r}, but it must be a number of at least 1, or all.")
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder and see whether a file can be written in it.
+
+    Raises:
+        KittyError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise KittyError(
+            f"The folder {folder} cannot be written ({error.strerror}): choose another results "
+            "folder with --results, or another working directory."
+        ) from error
+
+
+@contextlib.contextmanager
+def only_run(path: Path, note: dict[str, Any]) -> Iterator[int]:
+    """Hold the folder's lock; yields a handle that the child inherits and so keeps locked.
+
+    Raises:
+        KittyError: another run holds it.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise KittyError(
+                f"Another run works in this folder ({_holder(path)}): wait for it or stop it, or "
+                "start this one from another working directory."
+            ) from None
+        except OSError as error:
+            raise KittyError(
+                f"The lock {path} cannot be taken ({error.strerror}): use a working directory on a "
+                "file system with locks."
+            ) from error
+        os.ftruncate(handle, 0)
+        holder = {"pid": os.getpid(), "host": platform.node(), **note}
+        os.pwrite(handle, json.dumps(holder).encode(), 0)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}, experiment {holder['experiment']}"
+    except (OSError, ValueError, KeyError):
+        return "its process is not known"
+
+
+def clear_stale_lock() -> None:
+    """Remove the lock files of a Snakemake that is gone; to be called with the folder's lock held.
+
+    Raises:
+        KittyError: a Snakemake that was started by hand is alive in this folder.
+    """
+    locks = sorted((STATE / "locks").glob("*.lock"))
+    if not locks:
+        return
+    if (alive := _snakemake_here()) is not None:
+        raise KittyError(
+            f"A Snakemake (process {alive}) works in this folder: wait for it or stop it, or start "
+            "this run from another working directory."
+        )
+    for lock in locks:
+        lock.unlink(missing_ok=True)
+
+
+def _snakemake_here() -> int | None:
+    """Process id of a Snakemake of this machine that has this working directory."""
+    here = Path.cwd()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            is_snakemake = any(Path(os.fsdecode(word)).name == "snakemake" for word in words[:4])
+            if is_snakemake and (process / "cwd").readlink() == here:
+                return int(process.name)
+        except OSError:
+            continue  # it ended, or belongs to somebody else
+    return None
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for Snakemake; an interrupt reaches it too, and it ends its jobs first."""
+
+    def forward(number: int, frame: object) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, forward)
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue  # the terminal has sent it to Snakemake as well
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def log_states(root: Path) -> dict[Path, int]:
+    """Time of the last change of every job log, in ns."""
+    return {path: path.stat().st_mtime_ns for path in (root / "logs").rglob("*.log")}
+
+
+def failures(root: Path, before: dict[Path, int]) -> list[str]:
+    """Reasons given in the job logs that changed since ``before``, each once."""
+    reasons: dict[str, None] = {}
+    for path, changed in sorted(log_states(root).items()):
+        if before.get(path) == changed:
+            continue
+        lines = path.read_text(errors="replace").splitlines()
+        told = [line for line in lines if line.startswith(ERROR_MARK)]
+        if told:
+            reasons.setdefault(told[-1].removeprefix(ERROR_MARK))
+        elif any(line.startswith("Traceback") for line in lines):
+            reasons.setdefault(f"{lines[-1]} (see {path})")
+    return list(reasons)

@@ -1,0 +1,135 @@
+"""What the Snakemake rules need to know about an experiment: places of files, settings of jobs.
+
+The rules stay free of logic; a change of a setting here is what makes Snakemake measure again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kitty.errors import KittyError
+from kitty.experiments import Experiment, load_experiment
+from kitty.models import ModelSpec
+from kitty.paths import configs_dir
+from kitty.records import Record, read_record
+from kitty.texts import load_passage
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An experiment and the folder of its results."""
+
+    experiment: Experiment
+    root: Path
+
+    @classmethod
+    def load(cls, experiment: str, results: str | Path) -> Plan:
+        """The plan of an experiment by name or file, with results below ``results``.
+
+        Raises:
+            KittyError: the experiment is unknown or wrong.
+        """
+        loaded = load_experiment(experiment)
+        return cls(loaded, Path(results) / loaded.name)
+
+    def experiment_argument(self) -> str:
+        """How a job names the experiment: a shipped one by name, so the package may be moved."""
+        shipped = self.experiment.source.parent == configs_dir() / "experiments"
+        return self.experiment.name if shipped else str(self.experiment.source)
+
+    def quality_records(self) -> list[str]:
+        """Paths of all quality records."""
+        return [str(self.root / job.record) for job in self.experiment.jobs()]
+
+    def analysis_record(self, model: str, passage: str) -> Path:
+        """Path of one analysis record."""
+        return self.root / "records" / "analysis" / model / f"{passage}.json"
+
+    def analysis_records(self) -> list[str]:
+        """Paths of all analysis records."""
+        return [str(self.analysis_record(*pair)) for pair in self.experiment.analyses()]
+
+    # Settings: plain data that decides a job's result.
+
+    def reference_setting(self, model: str, passage: str) -> dict[str, Any]:
+        """What a reference pass depends on."""
+        experiment = self.experiment
+        spec: ModelSpec = experiment.models[model]
+        return {
+            "model": spec.source,
+            "dtype": experiment.dtype or spec.dtype,
+            "passage": load_passage(experiment.passages[passage]).sha256,
+            "tokens": experiment.tokens,
+        }
+
+    def quality_setting(self, model: str, passage: str, method: str, repeat: str) -> dict[str, Any]:
+        """What a quality record depends on."""
+        job = self.experiment.job(model, passage, method, int(repeat))
+        return {"method": job.method.to_dict(), **self.reference_setting(model, passage)}
+
+    def analysis_setting(self, model: str, passage: str) -> dict[str, Any]:
+        """What an analysis record depends on."""
+        method = self.experiment.analysis_method
+        assert method is not None
+        return {
+            "method": method.to_dict(),
+            "layer": self.experiment.analysis_layer,
+            **self.reference_setting(model, passage),
+        }
+
+    def records(self) -> list[tuple[Path, Record]]:
+        """All records of the experiment, and no others that may lie in the folder.
+
+        Raises:
+            KittyError: one is missing, damaged, or was measured with another setting.
+        """
+        found = []
+        for job in self.experiment.jobs():
+            path = self.root / job.record
+            found.append((path, self._checked(path, job.passage, job.method.to_dict())))
+        method = self.experiment.analysis_method
+        for model, passage in self.experiment.analyses():
+            assert method is not None
+            path = self.analysis_record(model, passage)
+            found.append((path, self._checked(path, passage, method.to_dict())))
+        return found
+
+    def _checked(self, path: Path, passage: str, method: dict[str, Any]) -> Record:
+        record = read_record(path)
+        expected = {
+            "method": (record["method"], method),
+            "number of tokens": (record["passage"]["num_tokens"], self.experiment.tokens),
+            "text": (
+                record["passage"]["sha256"],
+                load_passage(self.experiment.passages[passage]).sha256,
+            ),
+        }
+        for what, (measured, wanted) in expected.items():
+            if measured != wanted:
+                raise KittyError(
+                    f"The record {path} was measured with another {what} than experiment "
+                    f"{self.experiment.name!r} now asks for: delete the file and run the same "
+                    "command again."
+                )
+        return record
+
+    # Tables, figures, report.
+
+    def tables(self) -> list[str]:
+        return [str(self.root / "tables" / f"quality.{e}") for e in ("csv", "md", "tex")]
+
+    def figures(self) -> list[str]:
+        return [str(self.root / "figures" / f"quality.{e}") for e in ("pdf", "png")]
+
+    def report(self) -> str:
+        return str(self.root / "report.html")
+
+    def write_tables(self) -> list[Path]:
+        raise KittyError("not yet")
+
+    write_figures = write_tables
+
+    def write_report(self) -> Path:
+        raise KittyError("not yet")

@@ -1,0 +1,59 @@
+# Tables, figures and the report, made of the records alone.
+
+
+rule make_tables:
+    input:
+        QUALITY,
+        ANALYSES,
+    output:
+        report(
+            TABLES,
+            caption="captions/tables.rst",
+            category="Tables",
+            labels=lambda wildcards: {"experiment": EXPERIMENT.name},
+        ),
+    log:
+        f"{ROOT}/logs/tables.log",
+    threads: 1
+    params:
+        experiment=SOURCE,
+        results=RESULTS,
+    shell:
+        "python3 -m kitty job report tables --experiment {params.experiment:q}"
+        " --results {params.results:q} > {log:q} 2>&1"
+
+
+rule make_figures:
+    input:
+        QUALITY,
+        ANALYSES,
+    output:
+        report(FIGURES, caption="captions/figures.rst", category="Figures"),
+    log:
+        f"{ROOT}/logs/figures.log",
+    threads: 1
+    params:
+        experiment=SOURCE,
+        results=RESULTS,
+    shell:
+        "python3 -m kitty job report figures --experiment {params.experiment:q}"
+        " --results {params.results:q} > {log:q} 2>&1"
+
+
+rule make_report:
+    input:
+        QUALITY,
+        ANALYSES,
+        TABLES,
+        FIGURES,
+    output:
+        report(REPORT, caption="captions/report.rst", category="Report"),
+    log:
+        f"{ROOT}/logs/report.log",
+    threads: 1
+    params:
+        experiment=SOURCE,
+        results=RESULTS,
+    shell:
+        "python3 -m kitty job report report --experiment {params.experiment:q}"
+        " --results {params.results:q} > {log:q} 2>&1"
