@@ -179,6 +179,6 @@ def _format(value: Any, depth: int) -> str:
         )
         return "{\n" + ",\n".join(items) + f"\n{outer}}}"
     if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
-        lines = (inner + _format(item, depth + 1) for item in value)
+        lines = [inner + _format(item, depth + 1) for item in value]
         return "[\n" + ",\n".join(lines) + f"\n{outer}]"
     return json.dumps(value, allow_nan=False, ensure_ascii=False)

@@ -10,13 +10,13 @@ import textwrap
 import time
 
 import pytest
+from sample_records import quality_record
 
 from kitty.errors import KittyError
 from kitty.records import find_records, format_record, read_record, read_records, write_record
-from sample_records import quality_record
 
 
-@pytest.fixture()
+@pytest.fixture
 def record():
     return quality_record("kitty", [0.1, 0.2])
 
@@ -49,7 +49,7 @@ def test_values_that_are_not_finite_are_refused_and_the_old_record_stays(tmp_pat
 
 def test_a_record_that_breaks_the_schema_is_not_written(tmp_path, record):
     del record["metrics"]["kl"]
-    with pytest.raises(KittyError, match="metrics.*'kl' is a required property"):
+    with pytest.raises(KittyError, match=r"metrics.*'kl' is a required property"):
         write_record(tmp_path / "r0.json", record)
     assert not list(tmp_path.iterdir())
 
