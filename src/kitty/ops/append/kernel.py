@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from kitty.pages import Buffers, KeyPages, ValuePages
 
 MAX_BLOCK_T = 16
+# The rare full page would take more; with so many, 4 programs share a multiprocessor in the
+# calls that only write tokens.
+MAX_REGISTERS = 128
 
 
 @triton.jit
@@ -101,6 +104,7 @@ def append_kernel(
     VALUE_RING: tl.constexpr,
     RAGGED: tl.constexpr,
     SELECTION: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Grid (H, B)."""
     i_h = tl.program_id(0)
@@ -140,6 +144,7 @@ def append_kernel(
                 BLOCK_D,
                 KEY_RING,
                 SELECTION,
+                UNROLL,
             )
     first = num_pages(paged, VALUE_UNPAGED, G)
     last = num_pages(before, VALUE_UNPAGED, G)
@@ -158,6 +163,7 @@ def append_kernel(
                 GROUP,
                 BLOCK_GROUP,
                 VALUE_RING,
+                UNROLL,
             )
 
     tl.debug_barrier()  # every thread has read the ring before any overwrites it
@@ -236,6 +242,8 @@ def launch_append(
         VALUE_RING=buffers.value_ring.shape[2],
         RAGGED=num_new is not None,
         SELECTION=selection,
+        UNROLL=1,
         num_warps=num_warps,
+        maxnreg=MAX_REGISTERS,
         enable_fp_fusion=False,
     )

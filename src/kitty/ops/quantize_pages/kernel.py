@@ -2,7 +2,8 @@
 
 A page is read plane by plane (G/8 tokens, all channels): fields of one word come from the same
 thread, so packing needs no exchange. Keys are read twice (statistics, codes), the second time out
-of the cache; values once. A program holds one plane of words, never a page.
+of the cache; values once. A program holds UNROLL planes at a time, never a page: fully unrolled,
+the compiler hoists all loads and its registers leave room for few programs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -140,6 +141,7 @@ def quantize_key_page(
     BLOCK_D: tl.constexpr,
     RING: tl.constexpr,
     SELECTION: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Quantize one page of keys per channel, the boosted channels with 4 bits, and pack it."""
     ROWS: tl.constexpr = G // N_PLANES
@@ -152,17 +154,19 @@ def quantize_key_page(
     b_low = tl.full([ROWS, BLOCK_D], float("inf"), tl.float32)
     b_high = tl.full([ROWS, BLOCK_D], float("-inf"), tl.float32)
     b_sum = tl.zeros([ROWS, BLOCK_D], tl.float64)  # exact: multiples of 2^-24 below 2^24
-    for i_plane in tl.static_range(N_PLANES):
-        rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-        b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
-        finite = tl.abs(b_raw) < float("inf")
-        b_low = tl.minimum(b_low, tl.where(finite, b_x, float("inf")))
-        b_high = tl.maximum(b_high, tl.where(finite, b_x, float("-inf")))
-        if SUMS:
-            b_x = tl.where(finite, b_x, 0.0)
-            if SELECTION == "magnitude":
-                b_x = tl.abs(b_x)
-            b_sum += b_x.to(tl.float64)
+    for i_step in range(N_PLANES // UNROLL):
+        for i_inner in tl.static_range(UNROLL):
+            i_plane = i_step * UNROLL + i_inner
+            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+            b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
+            finite = tl.abs(b_raw) < float("inf")
+            b_low = tl.minimum(b_low, tl.where(finite, b_x, float("inf")))
+            b_high = tl.maximum(b_high, tl.where(finite, b_x, float("-inf")))
+            if SUMS:
+                b_x = tl.where(finite, b_x, 0.0)
+                if SELECTION == "magnitude":
+                    b_x = tl.abs(b_x)
+                b_sum += b_x.to(tl.float64)
 
     if CHOOSES:
         if SELECTION == "random":
@@ -188,12 +192,14 @@ def quantize_key_page(
 
     b_words = tl.zeros([ROWS, BLOCK_D], tl.int32)
     b_words_high = tl.zeros([ROWS, BLOCK_D], tl.int32)
-    for i_plane in tl.static_range(N_PLANES):
-        rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-        b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
-        b_code = codes_of(b_raw, b_x, b_zero[None, :], b_inverse[None, :], b_top[None, :])
-        b_words |= (b_code & 3) << (2 * i_plane)
-        b_words_high |= (b_code >> 2) << (2 * i_plane)
+    for i_step in range(N_PLANES // UNROLL):
+        for i_inner in tl.static_range(UNROLL):
+            i_plane = i_step * UNROLL + i_inner
+            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+            b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
+            b_code = codes_of(b_raw, b_x, b_zero[None, :], b_inverse[None, :], b_top[None, :])
+            b_words |= (b_code & 3) << (2 * i_plane)
+            b_words_high |= (b_code >> 2) << (2 * i_plane)
     o_word = o_t[:, None] * D + o_c[None, :]
     tl.store(p_words + o_word, b_words.to(tl.int16), mask=m_c[None, :])
     if D_BOOST > 0:
@@ -218,6 +224,7 @@ def quantize_value_page(
     GROUP: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     RING: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Quantize one page of values per token over groups of channels, and pack it."""
     ROWS: tl.constexpr = G // N_PLANES
@@ -228,18 +235,20 @@ def quantize_value_page(
     for i_group in tl.static_range(N_GROUPS):
         p_group = p_x + i_group * GROUP
         b_words = tl.zeros([ROWS, BLOCK_GROUP], tl.int32)
-        for i_plane in tl.static_range(N_PLANES):
-            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-            b_raw, b_x = load_rows(p_group, rows, stride_t, m_c[None, :], o_c)
-            finite = (tl.abs(b_raw) < float("inf")) & m_c[None, :]
-            b_low = tl.min(tl.where(finite, b_x, float("inf")), axis=1)
-            b_high = tl.max(tl.where(finite, b_x, float("-inf")), axis=1)
-            b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_low * 0.0 + LOW_TOP)
-            b_code = codes_of(b_raw, b_x, b_zero[:, None], b_inverse[:, None], LOW_TOP)
-            b_words |= b_code << (2 * i_plane)
-            p_token = p_meta + i_group * G + i_plane * ROWS + o_t
-            tl.store(p_token, b_scale.to(tl.float16))
-            tl.store(p_token + N_GROUPS * G, b_zero.to(tl.float16))
+        for i_step in range(N_PLANES // UNROLL):
+            for i_inner in tl.static_range(UNROLL):
+                i_plane = i_step * UNROLL + i_inner
+                rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+                b_raw, b_x = load_rows(p_group, rows, stride_t, m_c[None, :], o_c)
+                finite = (tl.abs(b_raw) < float("inf")) & m_c[None, :]
+                b_low = tl.min(tl.where(finite, b_x, float("inf")), axis=1)
+                b_high = tl.max(tl.where(finite, b_x, float("-inf")), axis=1)
+                b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_low * 0.0 + LOW_TOP)
+                b_code = codes_of(b_raw, b_x, b_zero[:, None], b_inverse[:, None], LOW_TOP)
+                b_words |= b_code << (2 * i_plane)
+                p_token = p_meta + i_group * G + i_plane * ROWS + o_t
+                tl.store(p_token, b_scale.to(tl.float16))
+                tl.store(p_token + N_GROUPS * G, b_zero.to(tl.float16))
         o_word = o_t[:, None] * D + i_group * GROUP + o_c[None, :]
         tl.store(p_words + o_word, b_words.to(tl.int16), mask=m_c[None, :])
 
@@ -268,6 +277,7 @@ def quantize_keys_kernel(
     UNPAGED: tl.constexpr,
     SINK: tl.constexpr,
     SELECTION: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """One key page of one head per program; grid (pages · H, B), heads fastest."""
     i_h = tl.program_id(0) % num_heads
@@ -296,6 +306,7 @@ def quantize_keys_kernel(
                 BLOCK_D,
                 0,
                 SELECTION,
+                UNROLL,
             )
 
 
@@ -318,6 +329,7 @@ def quantize_values_kernel(
     BLOCK_GROUP: tl.constexpr,
     UNPAGED: tl.constexpr,
     SINK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """One value page of one head per program; grid (pages · H, B), heads fastest."""
     i_h = tl.program_id(0) % num_heads
@@ -339,6 +351,7 @@ def quantize_values_kernel(
                 GROUP,
                 BLOCK_GROUP,
                 0,
+                UNROLL,
             )
 
 
@@ -357,8 +370,8 @@ def launch_quantize_pages(
     selection: str,
     seed: int,
     layer: int,
-    key_warps: int = 4,
-    value_warps: int = 4,
+    num_warps: int = 8,
+    unroll: int = 4,
 ) -> None:
     """Launch both kernels, one program per page and head that T tokens can fill at most."""
     batch, heads, num_tokens, head_dim = k.shape
@@ -385,7 +398,8 @@ def launch_quantize_pages(
             UNPAGED=sink + rollback,
             SINK=sink,
             SELECTION=selection,
-            num_warps=key_warps,
+            UNROLL=unroll,
+            num_warps=num_warps,
             enable_fp_fusion=False,
         )
     if value_pages > 0:
@@ -404,7 +418,8 @@ def launch_quantize_pages(
             BLOCK_GROUP=triton.next_power_of_2(group),
             UNPAGED=sink + window + rollback,
             SINK=sink,
-            num_warps=value_warps,
+            UNROLL=unroll,
+            num_warps=num_warps,
             enable_fp_fusion=False,
         )
 

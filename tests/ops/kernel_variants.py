@@ -1,0 +1,129 @@
+"""The kernels and shapes that the compile report covers; one dict a variant.
+
+``types`` names arguments that are not int32; all pointers and strides count as multiples of 16.
+``mma``: tensor-core instructions must be there; ``int_to_float``: conversions allowed in all.
+"""
+
+from __future__ import annotations
+
+PAGES = {"G": 128, "D": 128, "D_BOOST": 32, "BLOCK_D": 128}
+GROUPS = {"GROUP": 128, "BLOCK_GROUP": 128}
+NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
+QUANTIZE = {"num_warps": 8, "enable_fp_fusion": False}
+APPEND = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 128}
+KEY_PAGE_TYPES = {
+    "p_key_words": "*i16",
+    "p_key_high": "*i16",
+    "p_key_meta": "*fp16",
+    "p_key_boosted": "*u8",
+}
+VALUE_PAGE_TYPES = {"p_value_words": "*i16", "p_value_meta": "*fp16"}
+LENGTH_TYPES = {
+    "p_seq_lens": "*i32",
+    "p_paged_lens": "*i32",
+    "p_num_new": "*i32",
+    "p_key_table": "*i32",
+    "p_value_table": "*i32",
+    "p_table": "*i32",
+}
+STORAGE_TYPES = {"p_words": "*i16", "p_high": "*i16", "p_meta": "*fp16", "p_boosted": "*u8"}
+
+
+def _quantize_keys(name: str, dtype: str = "fp16", **changes: object) -> dict:
+    return {
+        "name": f"quantize_keys{name}",
+        "module": "kitty.ops.quantize_pages.kernel",
+        "kernel": "quantize_keys_kernel",
+        "types": {"p_k": f"*{dtype}", **STORAGE_TYPES, **LENGTH_TYPES},
+        "constants": {
+            **PAGES,
+            "UNPAGED": 32,
+            "SINK": 32,
+            "SELECTION": "magnitude",
+            "UNROLL": 4,
+            **changes,
+        },
+        "options": QUANTIZE,
+    }
+
+
+def _quantize_values(name: str, dtype: str = "fp16", **changes: object) -> dict:
+    return {
+        "name": f"quantize_values{name}",
+        "module": "kitty.ops.quantize_pages.kernel",
+        "kernel": "quantize_values_kernel",
+        "types": {"p_v": f"*{dtype}", **STORAGE_TYPES, **LENGTH_TYPES},
+        "constants": {
+            "G": 128,
+            "D": 128,
+            **GROUPS,
+            "UNPAGED": 160,
+            "SINK": 32,
+            "UNROLL": 4,
+            **changes,
+        },
+        "options": QUANTIZE,
+    }
+
+
+def _append(name: str, dtype: str = "fp16", **changes: object) -> dict:
+    buffers = ("p_k", "p_v", "p_sink_k", "p_sink_v", "p_key_ring", "p_value_ring")
+    return {
+        "name": f"append{name}",
+        "module": "kitty.ops.append.kernel",
+        "kernel": "append_kernel",
+        "types": {
+            **dict.fromkeys(buffers, f"*{dtype}"),
+            **KEY_PAGE_TYPES,
+            **VALUE_PAGE_TYPES,
+            **LENGTH_TYPES,
+        },
+        "constants": {
+            **PAGES,
+            **GROUPS,
+            "BLOCK_T": 1,
+            "SINK": 32,
+            "KEY_UNPAGED": 32,
+            "VALUE_UNPAGED": 160,
+            "KEY_RING": 129,
+            "VALUE_RING": 257,
+            "RAGGED": False,
+            "SELECTION": "magnitude",
+            "UNROLL": 1,
+            **changes,
+        },
+        "options": APPEND,
+    }
+
+
+def _dequantize(kind: str) -> dict:
+    keys = kind == "keys"
+    return {
+        "name": f"dequantize_{kind}",
+        "module": "kitty.ops.dequantize_pages.kernel",
+        "kernel": f"dequantize_{kind}_kernel",
+        "types": {"p_out": "*fp16", "p_boost_index": "*u8", **STORAGE_TYPES, **LENGTH_TYPES},
+        "constants": PAGES if keys else {"G": 128, "D": 128, **GROUPS},
+        "options": NO_FUSION,
+    }
+
+
+VARIANTS: list[dict] = [
+    _quantize_keys(""),
+    _quantize_keys("-bf16", "bf16"),
+    _quantize_keys("-random", SELECTION="random"),
+    _quantize_keys("-variance", SELECTION="variance"),
+    _quantize_keys("-unboosted", D_BOOST=0),
+    _quantize_keys("-all-boosted", D_BOOST=128),
+    _quantize_keys("-d80", D=80, D_BOOST=20),
+    _quantize_keys("-d256", D=256, D_BOOST=64, BLOCK_D=256),
+    _quantize_values(""),
+    _quantize_values("-bf16", "bf16"),
+    _quantize_values("-d80", D=80, GROUP=80),
+    _quantize_values("-d256", D=256),
+    _append(""),
+    _append("-bf16", "bf16"),
+    _append("-chunk", BLOCK_T=16, RAGGED=True, KEY_RING=256, VALUE_RING=384),
+    _dequantize("keys"),
+    _dequantize("values"),
+]
