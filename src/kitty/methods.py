@@ -179,9 +179,9 @@ class Method:
 
 
 def _check_bits(field: str, bits: object, *, allow_16: bool) -> None:
-    if isinstance(bits, int) and not isinstance(bits, bool):
-        if 1 <= bits <= 8 or (allow_16 and bits == UNQUANTIZED_BITS):
-            return
+    whole = isinstance(bits, int) and not isinstance(bits, bool)
+    if whole and (1 <= bits <= 8 or (allow_16 and bits == UNQUANTIZED_BITS)):  # type: ignore[operator]
+        return
     limit = "1 to 8, or 16 for no quantization" if allow_16 else "1 to 8"
     raise KittyError(f"{field} is {bits!r}, but it must be {limit}.")
 

@@ -30,7 +30,7 @@ class Observer(Protocol):
         output: Tensor,
         scaling: float,
     ) -> None:
-        """See the call's query and output ``[B, Hq, T, D]``, its keys and values ``[B, H, T, D]``."""
+        """Query and output are ``[B, Hq, T, D]``, keys and values ``[B, H, T, D]``, of the call."""
 
 
 class KittyCacheBase(Cache):

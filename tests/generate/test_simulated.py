@@ -1,0 +1,400 @@
+"""The simulated cache inside transformers: every way of generating, on tiny random models."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import kitty
+from kitty import KittyError, SimulatedCache
+
+SMALL = kitty.get_method("kitty-pro", sink=4, window=8, page_size=8)
+FULL = kitty.get_method("fp16")
+FLUSHES = SMALL.sink + 4 * SMALL.page_size + 5  # tokens that fill at least three pages
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    # logits far apart, so that no two greedy runs differ by rounding alone
+    "initializer_range": 0.4,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 16}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**GROUPED),
+    "qwen2": Qwen2Config(**{**SHAPE, "num_key_value_heads": 2, "hidden_size": 64}),
+    "qwen3": Qwen3Config(**GROUPED),
+    "mistral": MistralConfig(**GROUPED, sliding_window=20),
+    "gemma2": Gemma2Config(
+        **GROUPED,
+        sliding_window=20,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=None,  # sdpa, the oracle, ignores it
+    ),
+    "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=20, query_pre_attn_scalar=16),
+    "phi3": Phi3Config(**{**SHAPE, "num_key_value_heads": 2, "hidden_size": 64}),
+    "gpt-neox": GPTNeoXConfig(**{**SHAPE, "hidden_size": 64}),
+}
+
+
+def make(name: str = "llama", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A tiny random model with sdpa (eager attention takes its softmax in fp32 also for fp64)."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+
+
+def prompt(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Left-padded random prompts and their mask, ``[B, N]``."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in zip(ids, lengths, strict=True):
+        row[width - length :] = torch.randint(3, 97, (length,), generator=generator)
+    return ids, (ids > 0).long()
+
+
+def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **kwargs) -> Tensor:
+    kwargs = {"max_new_tokens": FLUSHES, "do_sample": False, **kwargs}
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"num_beams": 3},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"do_sample": True, "num_return_sequences": 2},
+    ],
+    ids=["greedy", "beams", "group beams", "sampling"],
+)
+def test_an_unquantized_kitty_cache_generates_what_transformers_does(name: str, mode: dict) -> None:
+    ids, mask = prompt(23, 9)
+    outputs = []
+    for hooked in (False, True):
+        model = make(name)
+        model.generation_config.cache_implementation = None  # hybrid caches count differently
+        if hooked:
+            kitty.enable(model, FULL)
+        torch.manual_seed(5)
+        outputs.append(greedy(model, ids, mask, max_new_tokens=30, **mode))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_padded_batch_generates_what_each_prompt_does_alone(name: str) -> None:
+    model = kitty.enable(make(name), SMALL)
+    lengths = (5, 60, 2)  # the first and last are shorter than the sink and a page
+    ids, mask = prompt(*lengths)
+    together = greedy(model, ids, mask)
+    for row, length in zip(range(3), lengths, strict=True):
+        alone = greedy(model, ids[row : row + 1, -length:])
+        assert torch.equal(together[row, -FLUSHES:], alone[0, -FLUSHES:])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_quantization_is_really_at_work(name: str) -> None:
+    model = make(name)
+    ids, mask = prompt(50)
+    with torch.no_grad():
+        dense = model(ids, attention_mask=mask).logits
+        kitty.enable(model, SMALL)
+        cache = SimulatedCache(SMALL, dense_prefill=False)
+        quantized = model(ids, past_key_values=cache).logits
+    full_attention = [layer for layer in cache.layers.values() if layer.sliding_window is None]
+    if full_attention:
+        assert cache.quantized_pages_read > 0
+        assert not torch.allclose(dense, quantized, rtol=1e-3)
+    else:
+        torch.testing.assert_close(dense, quantized, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_second_turn_equals_single_steps_from_its_first_token(name: str) -> None:
+    model = kitty.enable(make(name), SMALL)
+    ids, _ = prompt(20)
+    turn, _ = prompt(33, seed=3)
+    cache = SimulatedCache(SMALL)
+    first = greedy(model, ids, max_new_tokens=15, past_key_values=cache)
+    whole = torch.cat([first, turn], dim=1)
+    steps = copy.deepcopy(cache)
+    second = greedy(model, whole, past_key_values=cache)
+    with torch.no_grad():
+        while whole.shape[1] < second.shape[1]:
+            seen = steps.get_seq_length()
+            for at in range(seen, whole.shape[1]):
+                logits = model(whole[:, at : at + 1], past_key_values=steps).logits
+            whole = torch.cat([whole, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(second, whole)
+
+
+def test_chunks_of_a_prompt_give_the_content_of_their_own_keys_and_values() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(60)
+    fed: list[Tensor] = []
+
+    def note(layer_idx, query, keys, values, output, scaling) -> None:
+        if layer_idx == 1:
+            fed.append(keys)
+
+    cache = SimulatedCache(SMALL, observer=note)
+    with torch.no_grad():
+        for part in ids.split([31, 1, 17, 11], dim=1):
+            model(part, past_key_values=cache)
+    replay = kitty.cache.SimulatedLayer(SMALL, 1)
+    keys = torch.cat(fed, dim=2)
+    replay.attend(keys.repeat_interleave(2, 1), keys, keys, scale=1.0)
+    assert torch.equal(cache.layers[1].content(0)[0], replay.content(0)[0])
+
+
+@pytest.mark.parametrize("method", [SMALL, kitty.get_method("kivi-k2v2", window=0, page_size=4)])
+def test_the_teacher_forced_pass_equals_token_by_token_decoding_in_fp64(method) -> None:
+    model = kitty.enable(make(), method)
+    ids, _ = prompt(57)
+    whole = SimulatedCache(method, dense_prefill=False)
+    steps = SimulatedCache(method, dense_prefill=False)
+    with torch.no_grad():
+        at_once = model(ids, past_key_values=whole).logits
+        singly = torch.cat([model(t, past_key_values=steps).logits for t in ids.split(1, 1)], 1)
+    torch.testing.assert_close(at_once, singly, rtol=1e-9, atol=1e-9)
+    first, second = whole.layers[0].content(0), steps.layers[0].content(0)
+    pages = slice(method.sink, method.sink + whole.layers[0].key_pages[0] * method.page_size)
+    assert torch.equal(first[0][:, pages], second[0][:, pages])
+
+
+def test_assisted_decoding_gives_the_greedy_text() -> None:
+    ids, _ = prompt(14)
+    method = SMALL.replace(rollback=8)
+    assistant = make()
+    with torch.no_grad():  # often wrong, sometimes right
+        for weight in assistant.parameters():
+            weight += 0.05 * torch.randn(weight.shape, dtype=weight.dtype)
+    assistant.generation_config.num_assistant_tokens = 5
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    model = kitty.enable(make(), method)
+    plain = greedy(model, ids, eos_token_id=1)  # prompt look-up needs one
+    assert plain.shape[1] == 14 + FLUSHES
+    assert torch.equal(greedy(model, ids, eos_token_id=1, assistant_model=assistant), plain)
+    assert torch.equal(greedy(model, ids, eos_token_id=1, prompt_lookup_num_tokens=5), plain)
+
+
+def test_a_crop_beyond_the_rollback_is_refused_and_changes_nothing() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, mask = prompt(40, 31)
+    cache = SimulatedCache(SMALL, rollback=3)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    before = [layer.content(1)[0].clone() for layer in cache.layers.values()]
+    with pytest.raises(KittyError, match=r"takes back 4 tokens, but rollback is 3"):
+        cache.crop(36)
+    assert cache.get_seq_length() == 40
+    assert all(
+        torch.equal(a, layer.content(1)[0])
+        for a, layer in zip(before, cache.layers.values(), strict=True)
+    )
+    cache.crop(-2)
+    assert (cache.get_seq_length(), cache.layers[0].lengths) == (38, [38, 29])
+    cache.crop(37)
+    with pytest.raises(KittyError, match="0 of it are left"):
+        cache.crop(36)
+
+
+def test_cropped_and_continued_equals_never_having_had_the_tokens() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, mask = prompt(40, 22)
+    wrong, _ = prompt(3, 3, seed=1)
+    right, _ = prompt(12, 12, seed=2)
+    logits = []
+    with torch.no_grad():
+        for detour in (False, True):
+            cache = SimulatedCache(SMALL, rollback=3)
+            model(ids, attention_mask=mask, past_key_values=cache)
+            if detour:
+                model(wrong, past_key_values=cache)
+                cache.crop(40)
+            longer = torch.cat([mask, torch.ones_like(right)], dim=1)
+            logits.append(model(right, attention_mask=longer, past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+def test_a_reset_cache_is_as_new() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, mask = prompt(50, 44)
+    short, _ = prompt(12, seed=9)
+    cache = SimulatedCache(SMALL)
+    greedy(model, ids, mask, past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again = greedy(model, short, past_key_values=cache)
+    assert torch.equal(again, greedy(model, short))
+
+
+def test_each_generate_gets_the_method_that_holds_at_its_time() -> None:
+    model = make()
+    ids, _ = prompt(60)
+    kitty.enable(model, SMALL)
+    first = greedy(model, ids, max_new_tokens=20)
+    coarse = SMALL.replace(key_bits=1, value_bits=1, boost_ratio=0.0)
+    kitty.enable(model, coarse)
+    second = greedy(model, ids, max_new_tokens=20)
+    kitty.enable(model, SMALL)
+    assert torch.equal(greedy(model, ids, max_new_tokens=20), first)
+    assert not torch.equal(first, second)
+
+
+def test_without_a_kitty_cache_the_attention_equals_sdpa() -> None:
+    for name in CONFIGS:
+        plain = make(name)
+        hooked = make(name)
+        hooked.config._attn_implementation = "kitty"
+        ids, mask = prompt(30, 11)
+        real = mask.bool()
+        with torch.no_grad():
+            for kwargs in ({}, {"past_key_values": DynamicCache()}):
+                a, b = (
+                    m(ids, attention_mask=mask, **copy.deepcopy(kwargs)).logits
+                    for m in (plain, hooked)
+                )
+                assert torch.equal(a[real], b[real])
+            a, b = (m(ids).logits for m in (plain, hooked))
+            assert torch.equal(a, b)
+            outs = []
+            for m in (plain, hooked):  # chunks on a dynamic cache
+                cache = DynamicCache()
+                m(ids[:, :17], attention_mask=mask[:, :17], past_key_values=cache)
+                outs.append(m(ids[:, 17:], attention_mask=mask, past_key_values=cache).logits)
+            assert torch.equal(*(out[real[:, 17:]] for out in outs))
+
+
+def test_training_through_the_attention_function_equals_sdpa() -> None:
+    grads = []
+    for implementation in ("sdpa", "kitty"):
+        model = make()
+        model.config._attn_implementation = implementation
+        ids, mask = prompt(12, 7)
+        model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        grads.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_disable_restores_the_model() -> None:
+    model = make()
+    ids, _ = prompt(30)
+    before = greedy(model, ids)
+    kitty.disable(kitty.enable(kitty.enable(model, SMALL), FULL))
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(greedy(model, ids), before)
+    out = greedy(model, ids, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, DynamicCache)
+
+
+def test_a_cache_that_the_call_names_wins() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(12)
+    out = greedy(model, ids, cache_implementation="static", return_dict_in_generate=True)
+    assert not isinstance(out.past_key_values, SimulatedCache)
+    out = greedy(model, ids, past_key_values=DynamicCache(), return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, DynamicCache)
+    out = greedy(model, ids, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, SimulatedCache)
+    assert out.past_key_values.quantized_pages_read > 0
+
+
+def test_a_models_own_default_cache_does_not_collide_with_kittys() -> None:
+    model = kitty.enable(make("gemma2"), SMALL)
+    model.generation_config.cache_implementation = "hybrid"
+    ids, _ = prompt(12)
+    out = greedy(model, ids, return_dict_in_generate=True)
+    turn = torch.cat([out.sequences, ids], dim=1)
+    again = greedy(model, turn, past_key_values=out.past_key_values)
+    assert again.shape[1] == turn.shape[1] + FLUSHES
+
+
+def test_an_encoder_decoder_is_refused_in_one_sentence() -> None:
+    config = BartConfig(
+        vocab_size=97,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
+    with pytest.raises(KittyError, match="BartForConditionalGeneration is an encoder-decoder"):
+        kitty.enable(BartForConditionalGeneration(config))
+
+
+def test_a_model_with_its_own_attention_is_refused_in_one_sentence() -> None:
+    model = AutoModelForCausalLM.from_config(
+        BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)
+    )
+    with pytest.raises(KittyError, match="BloomForCausalLM does not call its attention through"):
+        kitty.enable(model)
+
+
+def test_a_cache_in_a_model_that_was_not_enabled_says_what_to_call() -> None:
+    for implementation in ("eager", "sdpa"):
+        model = make()
+        model.config._attn_implementation = implementation
+        with pytest.raises(KittyError, match=r"call kitty\.enable\(model\)"), torch.no_grad():
+            model(prompt(4)[0], past_key_values=SimulatedCache(SMALL))
+
+
+def test_contrastive_search_and_legacy_tuples_are_refused_in_one_sentence() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(8)
+    with pytest.raises(KittyError, match="Contrastive search"):
+        greedy(model, ids, penalty_alpha=0.6, top_k=4)
+    with pytest.raises(KittyError, match="tuples of keys and values"):
+        greedy(model, ids, return_dict_in_generate=True, return_legacy_cache=True)
+    with pytest.raises(KittyError, match="tuples of keys and values"):
+        SimulatedCache(SMALL)[0]
+
+
+def test_attention_weights_cannot_be_had_from_a_quantized_cache() -> None:
+    model = kitty.enable(make(), SMALL)
+    with pytest.raises((KittyError, ValueError)), torch.no_grad():
+        model(prompt(4)[0], past_key_values=SimulatedCache(SMALL), output_attentions=True)
+
+
+def test_an_unknown_cache_or_method_changes_nothing() -> None:
+    model = make()
+    for kwargs in ({"cache": "magic"}, {"method": "kity"}, {"boost_ratio": 2.0}):
+        with pytest.raises(KittyError):
+            kitty.enable(model, **kwargs)
+        assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_models_generate(dtype: torch.dtype) -> None:
+    model = kitty.enable(make("qwen3", dtype), SMALL)
+    ids, mask = prompt(30, 3)
+    out = greedy(model, ids, mask, return_dict_in_generate=True)
+    assert out.past_key_values.layers[0].content(0)[0].dtype == dtype
+    assert out.sequences.shape == (2, 30 + FLUSHES)
