@@ -1,4 +1,4 @@
-"""Compile every kernel offline and report its resources as JSON; needs Triton, neither torch nor GPU.
+"""Compile every kernel offline and report its resources as JSON: no torch, no GPU needed.
 
     python tests/ops/compile_kernels.py --arch 80 --arch 90 [--only NAME] > report.json
 

@@ -63,7 +63,7 @@ def scale_zero(b_low, b_high, b_top):
     b_scale = tl.minimum(tl.div_rn(b_high - b_low, b_top), FP16_MAX)
     b_scale = b_scale.to(tl.float16).to(tl.float32) + 0.0
     b_divisor = tl.where(b_scale == 0.0, 1.0, b_scale)
-    b_inverse = tl.where(b_scale == 0.0, 0.0, tl.div_rn(1.0 + b_divisor * 0.0, b_divisor))
+    b_inverse = tl.where(b_scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(b_divisor) + 1.0, b_divisor))
     return b_scale, b_low, b_inverse
 
 
@@ -243,7 +243,9 @@ def quantize_value_page(
                 finite = (tl.abs(b_raw) < float("inf")) & m_c[None, :]
                 b_low = tl.min(tl.where(finite, b_x, float("inf")), axis=1)
                 b_high = tl.max(tl.where(finite, b_x, float("-inf")), axis=1)
-                b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_low * 0.0 + LOW_TOP)
+                b_scale, b_zero, b_inverse = scale_zero(
+                    b_low, b_high, tl.full([ROWS], LOW_TOP, tl.float32)
+                )
                 b_code = codes_of(b_raw, b_x, b_zero[:, None], b_inverse[:, None], LOW_TOP)
                 b_words |= b_code << (2 * i_plane)
                 p_token = p_meta + i_group * G + i_plane * ROWS + o_t

@@ -1,0 +1,172 @@
+"""append, quantize_pages and dequantize_pages against kitty.quant, byte by byte."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from page_cases import (
+    CASES,
+    LAYER,
+    Case,
+    as_bytes,
+    assert_bits_equal,
+    assert_pages_equal,
+    assert_tokens_kept,
+    check_append,
+    check_dequantize,
+    check_quantize_pages,
+    expected_pages,
+    poisoned,
+    random_tokens,
+    storage,
+)
+
+from kitty.errors import KittyError
+from kitty.ops.append import append
+from kitty.ops.dequantize_pages import dequantize_key_pages
+from kitty.ops.dispatch import interpreting
+from kitty.ops.quantize_pages import quantize_pages
+from kitty.ops.quantize_pages.kernel import as_int32
+from kitty.pages import BufferLayout, KeyPages, empty_buffers, empty_key_pages, empty_value_pages
+
+# inf in a constant group: the product is dropped, but the interpreter's numpy speaks up
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prefill_writes_the_bytes_of_the_reference(case: Case, device: str) -> None:
+    check_quantize_pages(case, device)
+
+
+@pytest.mark.parametrize("case", [CASES[i] for i in (0, 2, 3, 6, 7, 9)], ids=str)
+def test_pages_do_not_depend_on_how_tokens_were_cut_into_calls(case: Case, device: str) -> None:
+    check_append(case, device)
+
+
+def test_single_tokens_past_three_flushes_give_the_reference_pages(device: str) -> None:
+    case = Case(head_dim=16, heads=1, lengths=(400,), sink=1, window=0)
+    check_append(case, device, calls=(128, 100, 30, *[1] * 400))
+
+
+@pytest.mark.parametrize("case", [CASES[i] for i in (0, 2, 3, 4, 7)], ids=str)
+def test_pages_decode_to_the_values_of_the_simulation(case: Case, device: str) -> None:
+    # the interpreter truncates fp32 to bf16, so there only fp16 and fp32 are compared
+    dtypes = [torch.float16, torch.bfloat16 if device == "cuda" else torch.float32]
+    for dtype in dtypes:
+        check_dequantize(case, device, dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_torch_reference_of_each_op_passes_the_same_checks(case: Case) -> None:
+    with interpreting(False):
+        check_quantize_pages(case, "cpu")
+        check_append(case, "cpu")
+        check_append(dataclasses.replace(case, rollback=case.rollback + 9), "cpu", (1, 200, 3))
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            check_dequantize(case, "cpu", dtype)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_tokens_taken_back_and_replaced_leave_no_trace(kernel: bool, device: str) -> None:
+    case = Case(head_dim=16, heads=1, lengths=(290,), sink=2, window=4, rollback=6)
+    method, largest = case.method, 5
+    k, v = random_tokens(case, device)
+    wrong_k, wrong_v = random_tokens(case, device, seed=1)
+    keys, values = storage(case, 3, device)
+    table = torch.tensor([[1, 0, 2]], dtype=torch.int32, device=device)
+    layout = BufferLayout.of(method, case.head_dim, largest_call=largest)
+    buffers = empty_buffers(layout, 1, 1, case.dtype, device)
+    poisoned(buffers)
+    paged = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def call(source_k: torch.Tensor, source_v: torch.Tensor, at: int, count: int) -> None:
+        nonlocal paged
+        seq_lens = torch.tensor([at + count], dtype=torch.int32, device=device)
+        new = (x[:, :, at : at + count] for x in (source_k, source_v))
+        append(*new, keys, values, table, table, buffers, seq_lens, paged, method, layer=LAYER)
+        paged = torch.maximum(paged, seq_lens - count)
+
+    with interpreting(kernel and device == "cpu"):
+        at = 0
+        while at < 270:  # a few right tokens, then at most r wrong ones that are taken back
+            call(k, v, at, 4)
+            at += 4
+            near_flush = (at - 2) % 128 < 16 or (at - 6) % 128 < 16
+            if near_flush or not kernel:
+                call(wrong_k, wrong_v, at, 5)
+                call(wrong_k, wrong_v, at + 5, 1)
+                assert_tokens_kept(k, v, buffers, case, (at,))
+        call(k, v, at, 5)
+    final = dataclasses.replace(case, lengths=(at,))
+    assert_pages_equal((keys, values), (table, table), expected_pages(k, v, final))
+
+
+def test_a_call_longer_than_the_ring_keeps_the_tokens_that_count(device: str) -> None:
+    case = Case(head_dim=16, heads=1, lengths=(700,), sink=5, window=9)
+    k, v = random_tokens(case, device)
+    keys, values = storage(case, 1, device)
+    table = torch.full((1, 6), -1, dtype=torch.int32, device=device)
+    layout = BufferLayout.of(case.method, case.head_dim)
+    buffers = empty_buffers(layout, 1, 1, case.dtype, device)
+    lens = torch.tensor([700], dtype=torch.int32, device=device)
+    append(k, v, keys, values, table, table, buffers, lens, lens, case.method)
+    assert_tokens_kept(k, v, buffers, case, (700,))
+
+
+def test_pages_behind_two_to_the_31_elements_are_addressed(device: str) -> None:
+    case = Case(head_dim=64, heads=1, lengths=(140,), window=0, boost_ratio=1.0)
+    far = 2**31 // (16 * 64) + 3
+    k, v = random_tokens(case, device)
+    # nearly all of it is never touched, so the memory is only promised
+    keys = empty_key_pages(case.layout, far + 1, 1, device)
+    values = empty_value_pages(case.layout, far + 1, 1, device)
+    table = torch.tensor([[far]], dtype=torch.int32, device=device)
+    lens = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    quantize_pages(k, v, keys, values, table, table, lens, case.method, layer=LAYER)
+    want_keys, want_values = expected_pages(k, v, case)
+    for part, want in zip((*keys, *values), (*want_keys[0], *want_values[0]), strict=True):
+        assert torch.equal(as_bytes(part[far]), as_bytes(want[0]))
+    near = KeyPages(*(part[far:] for part in keys))
+    got = dequantize_key_pages(keys, table, torch.float16)
+    assert_bits_equal(got, dequantize_key_pages(near, torch.zeros_like(table), torch.float16))
+
+
+def test_a_page_without_an_id_is_skipped(device: str) -> None:
+    case = Case(head_dim=16, heads=1, lengths=(270,))
+    k, v = random_tokens(case, device)
+    keys, values = storage(case, 1, device)
+    table = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+    lens = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    quantize_pages(k, v, keys, values, table, table, lens, case.method)
+    for part in (*keys, *values):
+        assert (part.view(torch.uint8) == 0xFF).all()
+
+
+def test_a_large_seed_stays_a_32_bit_argument() -> None:
+    assert as_int32(2**32 - 5) == -5
+    assert as_int32(7) == 7
+    assert as_int32(2**31) == -(2**31)
+
+
+@pytest.mark.parametrize("wrong", ["heads", "dtype", "table", "lengths", "boost"])
+def test_tensors_that_do_not_fit_are_refused_in_one_sentence(wrong: str) -> None:
+    case = Case(head_dim=16, heads=2, lengths=(10,))
+    k, v = random_tokens(case, "cpu")
+    keys, values = storage(case, 1, "cpu")
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    lens = torch.tensor(case.lengths, dtype=torch.int32)
+    method = case.method
+    if wrong == "heads":
+        k, v = k[:, :1], v[:, :1]
+    elif wrong == "dtype":
+        v = v.float()
+    elif wrong == "table":
+        table = table.long()
+    elif wrong == "lengths":
+        lens = lens.long()
+    else:
+        method = method.replace(boost_ratio=0.5)
+    with pytest.raises(KittyError):
+        quantize_pages(k, v, keys, values, table, table, lens, method)
