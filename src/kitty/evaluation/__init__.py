@@ -3,7 +3,8 @@
 ``write_reference`` once per model and text, then ``evaluate_offline`` once per method.
 """
 
-import importlib
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
 from kitty.evaluation.bootstrap import Interval, Pages, bootstrap, paired_difference
@@ -11,6 +12,14 @@ from kitty.evaluation.bootstrap import Interval, Pages, bootstrap, paired_differ
 if TYPE_CHECKING:
     from kitty.evaluation.offline import PAGE_TOKENS, evaluate_offline, tokens_needed
     from kitty.evaluation.reference import Reference, write_reference
+
+_HOMES = {
+    "PAGE_TOKENS": "offline",
+    "evaluate_offline": "offline",
+    "tokens_needed": "offline",
+    "Reference": "reference",
+    "write_reference": "reference",
+}
 
 __all__ = [
     "PAGE_TOKENS",
@@ -26,9 +35,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch and transformers when it is first asked for: tables need neither."""
-    for module in ("offline", "reference"):
-        loaded = importlib.import_module(f"kitty.evaluation.{module}")
-        if name in __all__ and hasattr(loaded, name):
-            return getattr(loaded, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # tables and figures need the intervals only and must not wait for torch and transformers
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(f"kitty.evaluation.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'kitty.evaluation' has no attribute {name!r}")

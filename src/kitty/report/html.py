@@ -1,0 +1,186 @@
+"""One self-contained HTML file with all tables and figures of an experiment and their provenance.
+
+Images are inlined, so that the file can be sent by itself; nothing is fetched when it is opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from kitty.records import Record, write_atomically
+from kitty.report.data import Results, Source, load_results
+from kitty.report.figures import ANALYSIS_FIGURES, CAPTIONS, DRAWERS, render
+from kitty.report.tables import (
+    ALL_PASSAGES,
+    BUILDERS,
+    orderings_table,
+    readable,
+)
+
+TABLE_NOTES = {
+    "summary": (
+        "Each method over all texts together, every predicted token counted once. Brackets: 95% "
+        "interval of a bootstrap over pages of 128 tokens. Bits: stored bits per cached element of "
+        "full pages, scales, zeros and channel lists included. NLL and KL in nats per token. Top-1: "
+        "share of tokens with the same most likely next token as the 16-bit model. Attention "
+        "error: relative RMS, mean over layers."
+    ),
+    "quality": "The same for each text.",
+    "orderings": (
+        "What the paper's findings lead one to expect, and what was measured: the difference in KL "
+        "between the two methods on the same pages. It holds where the whole 95% interval of the "
+        "paired bootstrap lies above 0, is reversed where it lies below, and else is unresolved."
+    ),
+    "differences": (
+        "Each method against the next better one by KL, as paired differences over all texts; an "
+        "interval that includes 0 means that these texts do not tell the two apart."
+    ),
+    "channels": (
+        "How the choice of boosted channels relates to their effect on the attention scores in the "
+        "16-bit model's own keys and queries: means over layers, heads and pages. Overlap: share "
+        "of the chosen channels among as many most sensitive ones. Captured: share of the summed "
+        "score error in the chosen channels, and at best. Jaccard: similarity of the chosen sets "
+        "of two pages."
+    ),
+}
+TITLES = {
+    "summary": "Quality by method",
+    "quality": "Quality by text",
+    "orderings": "Expected orderings",
+    "differences": "Neighbouring methods",
+    "channels": "Channel analysis",
+    "boost": "Share of boosted channels",
+    "attention_error": "Error by layer",
+    "selection": "Choice of channels by layer",
+}
+
+
+def write_html(
+    source: Source, out: str | Path, *, title: str | None = None, description: str = ""
+) -> Path:
+    """Write the report of an experiment's records.
+
+    Args:
+        source: folder of records, or (path, record) pairs.
+        out: the HTML file; record paths in it are relative to its folder where they lie below it.
+        title: heading; default: the experiment's name.
+        description: a sentence under the heading.
+
+    Raises:
+        KittyError: records are missing or damaged, or the file cannot be written.
+    """
+    results, out = load_results(source), Path(out)
+    first = results.records[0][1]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kitty.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    text = environment.get_template("report.html.j2").render(
+        title=title or f"Kitty: {first['experiment']}",
+        description=description,
+        results=results,
+        headline=_headline(results),
+        sections=_sections(results),
+        methods=[_method_row(results, name) for name in results.methods],
+        environments=_environments(results.records),
+        records=[_provenance(path, record, out.parent) for path, record in results.records],
+    )
+    write_atomically(out, text.encode())
+    return out
+
+
+def _headline(results: Results) -> list[dict[str, str]]:
+    """One line per expected ordering, over all texts: what it says and its verdict."""
+    frame = orderings_table(results)
+    rows = frame[frame["passage"] == ALL_PASSAGES].to_dict("records")
+    return [
+        {
+            "model": row["model"] if len(results.models) > 1 else "",
+            "finding": row["finding"],
+            "verdict": row["verdict"],
+            "numbers": f"KL {row['worse_title']} {row['kl_worse']:.3f}, "
+            f"{row['better_title']} {row['kl_better']:.3f}",
+        }
+        for row in rows
+    ]
+
+
+def _sections(results: Results) -> list[dict[str, Any]]:
+    """Figures with their captions and tables with their notes, in reading order."""
+    order = [
+        ("summary", "quality"),
+        ("boost", None),
+        ("orderings", None),
+        ("differences", None),
+        ("attention_error", None),
+        ("channels", "channels"),
+        ("selection", None),
+        ("quality", None),
+    ]
+    sections = []
+    for name, figure in order:
+        if name in (*ANALYSIS_FIGURES, "channels") and not results.analyses:
+            continue
+        drawn = figure or (name if name in DRAWERS and name not in BUILDERS else None)
+        frame = BUILDERS[name](results) if name in BUILDERS else None
+        sections.append(
+            {
+                "id": name,
+                "title": TITLES[name],
+                "image": _inline(render(results, drawn, "png")) if drawn else None,
+                "caption": CAPTIONS[drawn] if drawn else None,
+                "table": _table(frame) if frame is not None else None,
+                "note": TABLE_NOTES.get(name),
+            }
+        )
+    return sections
+
+
+def _inline(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _table(frame: pd.DataFrame) -> dict[str, Any]:
+    shown = readable(frame)
+    return {"columns": [c.strip() for c in shown.columns], "rows": shown.to_numpy().tolist()}
+
+
+def _method_row(results: Results, name: str) -> dict[str, Any]:
+    method = results.methods[name]
+    key, value = f"{method.key_bits} bits", f"{method.value_bits} bits"
+    if method.boost_ratio:
+        key += f", {method.boost_ratio * 100:g}% with {method.boost_bits} ({method.selection})"
+    bits = results.effective_bits(results.models[0], name)
+    return {"method": method, "keys": key, "values": value, "bits": f"{bits:.2f}"}
+
+
+def _environments(records: list[tuple[Path, Record]]) -> list[dict[str, Any]]:
+    """The distinct environments with the number of records of each."""
+    counted = Counter(
+        tuple(sorted((k, str(v)) for k, v in record["environment"].items() if v is not None))
+        for _, record in records
+    )
+    return [{"items": list(items), "records": n} for items, n in sorted(counted.items())]
+
+
+def _provenance(path: Path, record: Record, folder: Path) -> dict[str, Any]:
+    path, folder = path.resolve(), folder.resolve()
+    content = path.read_bytes() if path.is_file() else b""
+    seconds, peak = record.get("wall_time_s"), record.get("peak_memory_bytes")
+    return {
+        "path": path.relative_to(folder) if path.is_relative_to(folder) else path,
+        "sha256": hashlib.sha256(content).hexdigest()[:12] if content else "",
+        "revision": record["revision"],
+        "created": record.get("created", ""),
+        "seconds": "" if seconds is None else f"{seconds:.0f}",
+        "memory": "" if peak is None else f"{peak / 2**30:.1f}",
+        "command": record.get("command", ""),
+    }
