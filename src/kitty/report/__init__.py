@@ -1,9 +1,24 @@
 """Tables, figures and the HTML report of an experiment, made of its records alone."""
 
-from kitty.report.data import Results, load_results
-from kitty.report.figures import figure_files, write_figures
-from kitty.report.html import write_html
-from kitty.report.tables import table_files, write_tables
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kitty.report.files import figure_files, table_files
+
+if TYPE_CHECKING:
+    from kitty.report.data import Results, load_results
+    from kitty.report.figures import write_figures
+    from kitty.report.html import write_html
+    from kitty.report.tables import write_tables
+
+_HOMES = {
+    "Results": "data",
+    "load_results": "data",
+    "write_figures": "figures",
+    "write_html": "html",
+    "write_tables": "tables",
+}
 
 __all__ = [
     "Results",
@@ -14,3 +29,12 @@ __all__ = [
     "write_html",
     "write_tables",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # whoever only asks for file names must not wait for pandas and seaborn
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(f"kitty.report.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'kitty.report' has no attribute {name!r}")

@@ -23,8 +23,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, Percent
 from kitty.methods import Method
 from kitty.records import Record, write_atomically
 from kitty.report.data import Results, Source, load_results
+from kitty.report.files import figure_files
 
-FORMATS = ("pdf", "png")
 PNG_DPI = 200
 TEXT_WIDTH = 7.2  # inches
 SELECTIONS = ("magnitude", "variance", "random")
@@ -68,18 +68,12 @@ CAPTIONS = {
 }
 
 
-def figure_files(analysis: bool) -> list[str]:
-    """Names of the files that :func:`write_figures` writes; ``analysis``: with such records."""
-    names = list(DRAWERS) if analysis else [n for n in DRAWERS if n not in ANALYSIS_FIGURES]
-    return [f"{name}.{suffix}" for name in names for suffix in FORMATS]
-
-
 def write_figures(source: Source, out_dir: str | Path) -> list[Path]:
     """Draw every figure of an experiment's records.
 
     Args:
         source: folder of records, or (path, record) pairs.
-        out_dir: folder for the files of :func:`figure_files`.
+        out_dir: folder for the files of :func:`kitty.report.figure_files`.
 
     Raises:
         KittyError: records are missing or damaged, or the folder cannot be written.
@@ -506,7 +500,6 @@ def draw_selection(results: Results) -> Figure:
     return figure
 
 
-ANALYSIS_FIGURES = ("channels", "selection")
 DRAWERS: dict[str, Callable[[Results], Figure]] = {
     "quality": draw_quality,
     "boost": draw_boost,

@@ -16,7 +16,8 @@ import pandas as pd
 
 from kitty.records import Record, write_atomically
 from kitty.report.data import Results, Source, load_results
-from kitty.report.figures import ANALYSIS_FIGURES, CAPTIONS, DRAWERS, render
+from kitty.report.figures import CAPTIONS, DRAWERS, render
+from kitty.report.files import OF_ANALYSIS
 from kitty.report.tables import (
     ALL_PASSAGES,
     BUILDERS,
@@ -28,8 +29,8 @@ TABLE_NOTES = {
     "summary": (
         "Each method over all texts together, every predicted token counted once. Brackets: 95% "
         "interval of a bootstrap over pages of 128 tokens. Bits: stored bits per cached element of "
-        "full pages, scales, zeros and channel lists included. NLL and KL in nats per token. Top-1: "
-        "share of tokens with the same most likely next token as the 16-bit model. Attention "
+        "full pages, scales, zeros and channel lists included. NLL and KL in nats per token. "
+        "Top-1: share of tokens with the same most likely next token as the 16-bit model. Attention "
         "error: relative RMS, mean over layers."
     ),
     "quality": "The same for each text.",
@@ -127,7 +128,7 @@ def _sections(results: Results) -> list[dict[str, Any]]:
     ]
     sections = []
     for name, figure in order:
-        if name in (*ANALYSIS_FIGURES, "channels") and not results.analyses:
+        if name in OF_ANALYSIS and not results.analyses:
             continue
         drawn = figure or (name if name in DRAWERS and name not in BUILDERS else None)
         frame = BUILDERS[name](results) if name in BUILDERS else None

@@ -15,9 +15,9 @@ import pandas as pd
 from kitty.evaluation.bootstrap import Interval
 from kitty.records import write_atomically
 from kitty.report.data import METRICS, Results, Source, load_results
+from kitty.report.files import table_files
 from kitty.report.orderings import expected_orderings, verdict
 
-FORMATS = ("csv", "md", "tex")
 ALL_PASSAGES = "all"
 DIGITS = 5
 
@@ -51,18 +51,12 @@ HEADINGS = {
 }
 
 
-def table_files(analysis: bool) -> list[str]:
-    """Names of the files that :func:`write_tables` writes; ``analysis``: with such records."""
-    names = list(BUILDERS) if analysis else [n for n in BUILDERS if n != "channels"]
-    return [f"{name}.{suffix}" for name in names for suffix in FORMATS]
-
-
 def write_tables(source: Source, out_dir: str | Path) -> list[Path]:
     """Write every table of an experiment's records.
 
     Args:
         source: folder of records, or (path, record) pairs.
-        out_dir: folder for the files of :func:`table_files`.
+        out_dir: folder for the files of :func:`kitty.report.table_files`.
 
     Raises:
         KittyError: records are missing or damaged, or the folder cannot be written.

@@ -1,0 +1,24 @@
+"""Names of the files that tables and figures go to, known before anything is measured."""
+
+from __future__ import annotations
+
+TABLES = ("quality", "summary", "differences", "orderings", "channels")
+TABLE_FORMATS = ("csv", "md", "tex")
+FIGURES = ("quality", "boost", "attention_error", "channels", "selection")
+FIGURE_FORMATS = ("pdf", "png")
+OF_ANALYSIS = ("channels", "selection")  # made only where there are analysis records
+
+
+def table_files(analysis: bool) -> list[str]:
+    """Names of the files of all tables; ``analysis``: with those of the channel analysis."""
+    return _files(TABLES, TABLE_FORMATS, analysis)
+
+
+def figure_files(analysis: bool) -> list[str]:
+    """Names of the files of all figures; ``analysis``: with those of the channel analysis."""
+    return _files(FIGURES, FIGURE_FORMATS, analysis)
+
+
+def _files(names: tuple[str, ...], formats: tuple[str, ...], analysis: bool) -> list[str]:
+    kept = [name for name in names if analysis or name not in OF_ANALYSIS]
+    return [f"{name}.{suffix}" for name in kept for suffix in formats]
