@@ -42,7 +42,7 @@ class Case:
     rollback: int = 0
     page_size: int = 128
     heads: int = 2
-    lengths: tuple[int, ...] = (270, 139)
+    lengths: tuple[int, ...] = (266, 131)  # a value page and a key page just complete
     special: bool = True
 
     @property
@@ -91,7 +91,8 @@ def random_tokens(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tenso
     if case.special:
         k[..., 1] = 0.0  # a channel of zeros
         k[..., 2] = -1.25  # a constant channel
-        k[..., 5] = k[..., 7]  # equal scores
+        k[..., 5] = k[..., 7]
+        k[..., 14::2] = 1.5 * k[..., 14:15]  # equal scores on both sides of the cut
         k[..., 9] *= 1e3  # an outlier channel, and one at the end of fp16
         k[..., 11] *= 2e4
         k[..., 12] = torch.where(k[..., 12] < 0, -0.0, 0.0)

@@ -1,0 +1,107 @@
+"""The suite must notice a broken kernel: each mutation of the source makes a check fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from page_cases import Case, check_append, check_dequantize, check_quantize_pages
+
+import kitty.ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+CASE = Case(head_dim=32, heads=1, lengths=(150, 131), sink=3, window=7)
+SCALE = "tl.store(p_meta + o_c, b_scale.to"
+ZERO = "tl.store(p_meta + D + o_c, b_zero.to"
+QUANTIZE = {
+    "planes in reverse": (("<< (2 * i_plane)", "<< (14 - 2 * i_plane)"),),
+    "one plane flipped": (
+        ("(b_code & 3) << (2 * i_plane)", "((b_code & 3) ^ (i_plane // 7 * 3)) << (2 * i_plane)"),
+    ),
+    "page shifted by a token": (("+ SINK + i_page * G", "+ SINK + i_page * G - 1"),),
+    "key scale and zero swapped": (
+        (SCALE, SCALE.replace("b_scale", "b_zero")),
+        (ZERO, ZERO.replace("b_zero", "b_scale")),
+    ),
+    "value scale and zero swapped": (
+        ("tl.store(p_token, b_scale", "tl.store(p_token, b_zero"),
+        ("N_GROUPS * G, b_zero", "N_GROUPS * G, b_scale"),
+    ),
+    "ties to the higher channel": (("(o_c[None, :] < o_c", "(o_c[None, :] > o_c"),),
+    "rounding down": (("b_inverse + 0.5", "b_inverse"),),
+    "boosted channels with 2-bit scale": (
+        ("tl.where(boosted, BOOST_TOP,", "tl.where(boosted, 3.0,"),
+    ),
+    "list of boosted channels off by one": (("- b_count\n", "- b_count + o_list_shift\n"),),
+    "inf takes part": (("finite = tl.abs(b_raw) < float", "finite = b_raw == b_raw  # < float"),),
+}
+APPEND = {
+    "pages one token too late": (("num_pages(before, KEY", "num_pages(before - 1, KEY"),),
+    "tokens before pages": (("before = length - new", "before = length"),),
+    "slots off by one": (("slot = ring_slot(", "slot = 1 + ring_slot("),),
+    "pads written": (("& (token >= before) ", ""),),
+    "keys into the value ring": (("write_tokens(b_v,", "write_tokens(b_k,"),),
+}
+DEQUANTIZE = {
+    "planes in reverse": (("b_words >> (2 * i_plane)", "b_words >> (14 - 2 * i_plane)"),),
+    "high plane not raised": (("& 3) * 4", "& 3)"),),
+    "scale and zero swapped": (
+        ("decoded(b_code, b_scale, b_zero,", "decoded(b_code, b_zero, b_scale,"),
+    ),
+    "absent pages read": (("tl.where(page >= 0, ", "tl.where(page >= -1, "),),
+}
+
+
+def _mutated(
+    op: str, changes: tuple[tuple[str, str], ...], tmp_path: Path, monkeypatch
+) -> ModuleType:
+    """The op's kernel module with its source changed, loaded in place of the original."""
+    source = Path(kitty.ops.__path__[0], op, "kernel.py").read_text()
+    for old, new in changes:
+        assert old in source, f"the mutation no longer applies: {old!r}"
+        source = source.replace(old, new.replace("o_list_shift", "1"))
+    path = tmp_path / "kernel.py"
+    path.write_text(source)
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    name = f"kitty.ops.{op}.kernel"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.mark.parametrize("mutation", QUANTIZE)
+def test_a_broken_quantize_kernel_is_noticed(mutation: str, tmp_path, monkeypatch, device) -> None:
+    _mutated("quantize_pages", QUANTIZE[mutation], tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        check_quantize_pages(CASE, device)
+
+
+@pytest.mark.parametrize("mutation", APPEND)
+def test_a_broken_append_kernel_is_noticed(mutation: str, tmp_path, monkeypatch, device) -> None:
+    _mutated("append", APPEND[mutation], tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        check_append(CASE, device)
+
+
+@pytest.mark.parametrize("mutation", DEQUANTIZE)
+def test_a_broken_dequantize_kernel_is_noticed(
+    mutation: str, tmp_path, monkeypatch, device
+) -> None:
+    _mutated("dequantize_pages", DEQUANTIZE[mutation], tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        check_dequantize(CASE, device, torch.float16)
+
+
+def test_an_unchanged_kernel_loaded_the_same_way_passes(tmp_path, monkeypatch, device) -> None:
+    _mutated("quantize_pages", (), tmp_path, monkeypatch)
+    check_quantize_pages(CASE, device)
