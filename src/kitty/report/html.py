@@ -30,7 +30,7 @@ TABLE_NOTES = {
         "Each method over all texts together, every predicted token counted once. Brackets: 95% "
         "interval of a bootstrap over pages of 128 tokens. Bits: stored bits per cached element of "
         "full pages, scales, zeros and channel lists included. NLL and KL in nats per token. "
-        "Top-1: share of tokens with the same most likely next token as the 16-bit model. Attention "
+        "Top-1: share of tokens with the most likely next token of the 16-bit model. Attention "
         "error: relative RMS, mean over layers."
     ),
     "quality": "The same for each text.",
