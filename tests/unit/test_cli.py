@@ -1,0 +1,96 @@
+"""The command line: help with examples, plain output into pipes, one sentence per mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def kitty(*arguments, cwd=None):
+    command = [sys.executable, "-m", "kitty", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=cwd, stdin=subprocess.DEVNULL
+    )
+
+
+@pytest.mark.parametrize("command", ["methods", "run", "eval", "analyze", "report", "doctor"])
+def test_help_shows_an_example(command):
+    answer = kitty(command, "--help")
+    assert answer.returncode == 0
+    assert f"kitty {command}" in answer.stdout.split("Example")[-1]
+
+
+def test_methods_lists_all_of_them_tab_separated_into_a_pipe():
+    answer = kitty("methods")
+    rows = [line.split("\t") for line in answer.stdout.splitlines()]
+    assert {len(row) for row in rows} == {11}
+    by_name = {row[0]: row for row in rows}
+    assert by_name["kitty-pro"][9] == "2.51"  # (2 + 2/4 + 32/128 + 2/128 + 2 + 32/128) / 2
+    assert by_name["kivi-k4v4"][10] == "no: values have 4 bits"
+    every = json.loads(kitty("methods", "--all", "--json").stdout)
+    assert {"kitty-62.5-variance", "k1v2-sink", "fp16"} <= {method["name"] for method in every}
+
+
+def test_doctor_says_what_is_here_and_what_runs_where():
+    found = json.loads(kitty("doctor", "--json").stdout)
+    assert found["versions"]["python"].startswith("3.")
+    assert {"GPU", "free memory", "cores"} <= set(found["machine"])
+    assert "packed cache" in found["what runs where"]
+
+
+def test_models_list_names_the_papers_models():
+    assert "Qwen/Qwen3-32B" in kitty("models", "list").stdout
+
+
+MISTAKES = [
+    (["eval", "--method", "nope"], "Method 'nope' is not known"),
+    (["eval", "--method", "kitty", "--boost-ratio", "1.5"], "boost_ratio is 1.5"),
+    (["eval", "--method", "kitty", "--key-bits", "0"], "key_bits is 0"),
+    (["eval", "--page-size", "48", "--tokens", "600"], "48 does not divide head_dim 64"),
+    (["eval", "--selection", "best"], "selection is 'best'"),
+    (["eval", "--text", "SHORT"], "needs 416"),
+    (["eval", "--tokens", "100000"], "fewer than the 100000 asked for"),
+    (["eval", "--model", "./no-such-folder"], "./no-such-folder does not exist"),
+    (["eval", "--model", "nope"], "Model 'nope' is not known"),
+    (["eval", "--passage", "nope"], "Passage 'nope'"),
+    (["eval", "--out", "/proc/nowhere/record.json"], "/proc/nowhere cannot be written"),
+    (["eval", "--reference", "DAMAGED", "--tokens", "420"], "damaged"),
+    (["analyze", "--method", "fp16", "--tokens", "420"], "no choice to analyse"),
+    (["run", "nope"], "Experiment 'nope' is not known"),
+    (["run", "tiny", "--results", "/proc/nowhere"], "/proc/nowhere/tiny cannot be written"),
+    (["report", "tiny", "--results", "no-such-folder"], "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "part"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_on_stderr_and_a_failure(tmp_path, arguments, part):
+    (tmp_path / "SHORT").write_text("A short text. " * 20)
+    (tmp_path / "DAMAGED").write_bytes(b"\0" * 100)
+    answer = kitty(*arguments, cwd=tmp_path)
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert part in answer.stderr
+    assert answer.stderr.startswith("kitty: error: ")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_eval_measures_a_users_text_and_writes_a_record(tmp_path):
+    text = tmp_path / "mine.txt"
+    text.write_text("\n".join(f"Line {i} tells of the number {i * i}." for i in range(60)))
+    common = ["eval", "--text", "mine.txt", "--reference", "r.safetensors", "--threads", "1"]
+    answer = kitty(
+        *common, "--method", "kitty", "--boost-ratio", "0.5", "--out", "a.json", cwd=tmp_path
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr == ""  # quiet where nobody watches
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["method"]["boost_ratio"] == 0.5
+    assert record["passage"]["name"] == "mine"
+    assert record["metrics"]["kl"] > 0
+    assert record["model"]["weights"] == "Q4_1"
+    shown = dict(line.split("\t")[:2] for line in answer.stdout.splitlines())
+    assert float(shown["kl"]) == pytest.approx(record["metrics"]["kl"], rel=1e-4)
+
+    exact = kitty(*common, "--method", "fp16", "--json", cwd=tmp_path)  # with the same reference
+    assert json.loads(exact.stdout)["metrics"]["top1"] == 1
