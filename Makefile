@@ -24,7 +24,7 @@ CORES ?= all
 RESULTS ?= results
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 STAMP := $(VENV)/.ready
 
 .PHONY: help
@@ -83,7 +83,7 @@ format: $(STAMP) ## Rewrite the code in the project's style
 .PHONY: lock
 lock: ## Pin the dependencies anew in requirements/lock.txt (LOCK_ARGS=--upgrade for newer versions)
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) uv==$(UV)
+	build/lock/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) uv==$(UV)
 	build/lock/bin/python requirements/lock.py --torch $(TORCH) $(LOCK_ARGS)
 
 .PHONY: wheel

@@ -274,6 +274,7 @@ def evaluate(
     from kitty.models import find_model
     from kitty.texts import load_passage
 
+    check_out(out)
     chosen = get_method(
         method,
         key_bits=key_bits,
@@ -327,12 +328,21 @@ def analyze_channels(
     from kitty.models import find_model
     from kitty.texts import load_passage
 
+    check_out(out)
     chosen = get_method(method, boost_ratio=boost_ratio, selection=selection)
     setting = Setting(find_model(model), load_passage(text or passage), tokens, dtype, device)
     set_threads(threads)
     with progress_bar("channels") as progress:
         record = measure_analysis(setting, chosen, layer=layer, progress=progress)
     deliver(record, out, as_json)
+
+
+def check_out(out: Path | None) -> None:
+    """Refuse a file that cannot be written before the measurement, not after it."""
+    from kitty.launcher import check_writable
+
+    if out is not None:
+        check_writable(out.absolute().parent)
 
 
 def deliver(record: dict[str, Any], out: Path | None, as_json: bool) -> None:

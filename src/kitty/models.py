@@ -222,9 +222,11 @@ def _quiet_transformers() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        hub_logging.set_verbosity_error()
         logging.set_verbosity_error()
         logging.disable_progress_bar()
 
@@ -244,10 +246,19 @@ def _told_plainly(spec: ModelSpec, folder: Path | None) -> Iterator[None]:
             "fetch the model again."
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        if folder is None:
+            raise KittyError(
+                f"Model {spec.name!r} cannot be loaded from the hub as {spec.hub}: check its name, "
+                f"the network and, for a gated model, the login ({_first_sentence(error)})."
+            ) from error
         raise KittyError(
-            f"Model {spec.name!r} cannot be loaded from {folder or spec.hub}: {reason}"
+            f"Model {spec.name!r} cannot be loaded from {folder}: {_first_sentence(error)}; fetch "
+            "or save the model again."
         ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
 
 
 def folder_of(spec: ModelSpec) -> Path | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kitty import report
 from kitty.errors import KittyError
 from kitty.experiments import Experiment, load_experiment
 from kitty.models import ModelSpec
@@ -118,18 +119,32 @@ class Plan:
     # Tables, figures, report.
 
     def tables(self) -> list[str]:
-        return [str(self.root / "tables" / f"quality.{e}") for e in ("csv", "md", "tex")]
+        """Paths of all tables."""
+        names = report.table_files(analysis=bool(self.experiment.analyses()))
+        return [str(self.root / "tables" / name) for name in names]
 
     def figures(self) -> list[str]:
-        return [str(self.root / "figures" / f"quality.{e}") for e in ("pdf", "png")]
+        """Paths of all figures."""
+        names = report.figure_files(analysis=bool(self.experiment.analyses()))
+        return [str(self.root / "figures" / name) for name in names]
 
     def report(self) -> str:
+        """Path of the HTML report."""
         return str(self.root / "report.html")
 
     def write_tables(self) -> list[Path]:
-        raise KittyError("not yet")
+        """Write all tables, from the experiment's records alone."""
+        return report.write_tables(self.records(), self.root / "tables")
 
-    write_figures = write_tables
+    def write_figures(self) -> list[Path]:
+        """Write all figures, from the experiment's records alone."""
+        return report.write_figures(self.records(), self.root / "figures")
 
     def write_report(self) -> Path:
-        raise KittyError("not yet")
+        """Write the HTML report, from the experiment's records alone."""
+        return report.write_html(
+            self.records(),
+            self.root / "report.html",
+            title=self.experiment.title,
+            description=self.experiment.description,
+        )
