@@ -28,7 +28,6 @@ except KittyError as error:
     raise WorkflowError(str(error)) from None
 
 EXPERIMENT = PLAN.experiment
-RESULTS = str(PLAN.root.parent)
 ROOT = str(PLAN.root)
 QUALITY = PLAN.quality_records()
 ANALYSES = PLAN.analysis_records()

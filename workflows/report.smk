@@ -17,7 +17,7 @@ rule make_tables:
     threads: 1
     params:
         experiment=SOURCE,
-        results=RESULTS,
+        results=lambda wildcards, output: Path(output[0]).parents[2],
     shell:
         "python3 -m kitty job report tables --experiment {params.experiment:q}"
         " --results {params.results:q} > {log:q} 2>&1"
@@ -34,7 +34,7 @@ rule make_figures:
     threads: 1
     params:
         experiment=SOURCE,
-        results=RESULTS,
+        results=lambda wildcards, output: Path(output[0]).parents[2],
     shell:
         "python3 -m kitty job report figures --experiment {params.experiment:q}"
         " --results {params.results:q} > {log:q} 2>&1"
@@ -44,8 +44,6 @@ rule make_report:
     input:
         QUALITY,
         ANALYSES,
-        TABLES,
-        FIGURES,
     output:
         report(REPORT, caption="captions/report.rst", category="Report"),
     log:
@@ -53,7 +51,7 @@ rule make_report:
     threads: 1
     params:
         experiment=SOURCE,
-        results=RESULTS,
+        results=lambda wildcards, output: Path(output[0]).parents[1],
     shell:
         "python3 -m kitty job report report --experiment {params.experiment:q}"
         " --results {params.results:q} > {log:q} 2>&1"
