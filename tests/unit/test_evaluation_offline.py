@@ -205,6 +205,19 @@ def test_the_16_bit_method_has_no_error_at_all(model, reference):
     assert metrics["quantized_pages_read"] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_models_of_every_dtype_are_evaluated(dtype, tmp_path):
+    model = tiny_model().to(dtype)
+    reference = write_reference(model, text(), tmp_path / "r.safetensors")
+    assert Reference.load(tmp_path / "r.safetensors").hidden.dtype == dtype
+    low, high = (
+        evaluate_offline(model, text(), small(name), reference, page_tokens=16)["metrics"]
+        for name in ("fp16", "kitty-pro")
+    )
+    assert low["kl"] < 0.2 * high["kl"]
+    assert max(low["attention_error"]) <= 2 * torch.finfo(dtype).eps
+
+
 def test_fewer_bits_lose_more(model, reference):
     kl = [
         evaluate_offline(

@@ -18,7 +18,13 @@ import seaborn as sns
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+)
 
 from kitty.methods import Method
 from kitty.records import Record, write_atomically
@@ -208,12 +214,10 @@ def _draw_metric(axes: Any, results: Results, model: str, order: list[str], metr
 
 def _metric_axis(axes: Any, metric: str, above_reference: bool) -> None:
     if metric == "kl":
-        axes.set_xlabel("KL to 16 bit (nats per token)")
+        axes.set_xlabel("KL (nats per token)")
         _log_axis(axes.xaxis, axes.set_xscale)
     elif metric == "nll":
-        axes.set_xlabel(
-            "NLL above 16 bit (nats per token)" if above_reference else "NLL (nats per token)"
-        )
+        axes.set_xlabel(f"{'added ' if above_reference else ''}NLL (nats per token)")
         axes.xaxis.set_major_locator(MaxNLocator(4))
     else:
         axes.set_xlabel("same most likely token")
@@ -221,9 +225,12 @@ def _metric_axis(axes: Any, metric: str, above_reference: bool) -> None:
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
-def _log_axis(axis: Any, set_scale: Callable[[str], None]) -> None:
-    """Log scale with plain numbers at the decades."""
+def _log_axis(
+    axis: Any, set_scale: Callable[[str], None], labelled: tuple[float, ...] = (1,)
+) -> None:
+    """Log scale with plain numbers at the ``labelled`` multiples of each decade."""
     set_scale("log")
+    axis.set_major_locator(LogLocator(subs=labelled))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -301,6 +308,7 @@ def _sweep_title(results: Results, sweep: Sweep) -> str:
 
 def _draw_sweep(axes: Any, results: Results, model: str, sweep: Sweep, metric: str) -> None:
     colors = _family_colors()
+    apart = 0.006 if metric == "kl" else 0.0  # error bars beside each other
     for index, (selection, points) in enumerate(sweep.items()):
         values = [results.interval(model, name, metric) for _, name in points]
         means = np.array([value.mean for value in values])
@@ -311,7 +319,7 @@ def _draw_sweep(axes: Any, results: Results, model: str, sweep: Sweep, metric: s
         if metric == "nll":
             spread = [np.zeros_like(means)] * 2  # its spread is that of the texts, not of methods
         axes.errorbar(
-            [ratio for ratio, _ in points],
+            [ratio + apart * (index - 1) for ratio, _ in points],
             means,
             yerr=spread,
             color=colors[f"boost by {selection}"],
@@ -331,12 +339,12 @@ def _draw_sweep(axes: Any, results: Results, model: str, sweep: Sweep, metric: s
             axes.axhline(level, color=INK, lw=1, ls=(0, (4, 2)), label="16 bit")
     else:
         axes.set_ylabel("KL to 16 bit (nats per token)")
-        _log_axis(axes.yaxis, axes.set_yscale)
+        _log_axis(axes.yaxis, axes.set_yscale, (1, 2, 5))
     axes.set_xlabel("boosted key channels")
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_xlim(-0.03, 1.03)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.grid(axis="y", which="both" if metric == "kl" else "major")
+    axes.grid(axis="y")
     sns.despine(ax=axes)
 
 
@@ -345,7 +353,7 @@ def draw_attention_error(results: Results) -> Figure:
     shown = [
         name
         for name, method in results.methods.items()
-        if method.quantized and (method.selection == "magnitude" or method.boost_ratio in (0, 1))
+        if method.quantized and "%" not in method.title  # a sweep would be a thicket of lines
     ]
     rows = len(results.models)
     figure = Figure(figsize=(TEXT_WIDTH, 0.2 + 2.7 * rows))
@@ -371,8 +379,8 @@ def draw_attention_error(results: Results) -> Figure:
         panel.set_ylabel("relative RMS error")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.margins(x=0.02)
-        _log_axis(panel.yaxis, panel.set_yscale)
-        panel.grid(axis="y", which="both")
+        _log_axis(panel.yaxis, panel.set_yscale, (1, 2, 5))
+        panel.grid(axis="y")
         sns.despine(ax=panel)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center")
@@ -491,10 +499,11 @@ def draw_selection(results: Results) -> Figure:
             panel.axhline(level, color=INK, lw=1, ls=":", label="by chance")
             panel.set_title(title)
             panel.set_xlabel("layer")
-            panel.set_ylim(0, 1)
+            panel.set_ylim(0, 1.42)  # room for the legend above the curves
+            panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
             panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             panel.grid(axis="y")
-            panel.legend(loc="best")
+            panel.legend(loc="upper left", borderaxespad=0.1)
             sns.despine(ax=panel)
         panels[0].set_ylabel("share" if len(models) == 1 else f"{model}\nshare")
     return figure

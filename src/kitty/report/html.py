@@ -151,7 +151,7 @@ def _inline(png: bytes) -> str:
 
 def _table(frame: pd.DataFrame) -> dict[str, Any]:
     shown = readable(frame)
-    return {"columns": [c.strip() for c in shown.columns], "rows": shown.to_numpy().tolist()}
+    return {"columns": list(shown.columns), "rows": shown.to_numpy().tolist()}
 
 
 def _method_row(results: Results, name: str) -> dict[str, Any]:

@@ -42,12 +42,12 @@ HEADINGS = {
     "nll_difference": "NLL difference",
     "layers": "Layers",
     "overlap": "Overlap",
-    "overlap_chance": "by chance",
+    "overlap_chance": "Overlap, chance",
     "captured": "Captured",
-    "captured_best": "at best",
+    "captured_best": "Captured, best",
     "jaccard_consecutive": "Jaccard, next page",
     "jaccard_first": "Jaccard, first page",
-    "jaccard_chance": "by chance ",
+    "jaccard_chance": "Jaccard, chance",
 }
 
 
@@ -267,7 +267,7 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
                 f"{value} [{_short(name, low)}, {_short(name, high)}]"
                 for value, (low, high) in zip(values, bounds, strict=True)
             ]
-        columns[heading.strip() if heading.strip() not in columns else heading] = values
+        columns[heading] = values
     return pd.DataFrame(columns)
 
 
