@@ -12,11 +12,12 @@ from kitty.errors import KittyError
 from kitty.methods import Method, get_method, load_methods
 
 if TYPE_CHECKING:
-    from kitty.integrations.transformers import SimulatedCache, disable, enable
+    from kitty.integrations.transformers import KittyCache, SimulatedCache, disable, enable
 
-_FROM_TRANSFORMERS = ("SimulatedCache", "disable", "enable")
+_FROM_TRANSFORMERS = ("KittyCache", "SimulatedCache", "disable", "enable")
 
 __all__ = [
+    "KittyCache",
     "KittyError",
     "Method",
     "SimulatedCache",

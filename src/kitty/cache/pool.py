@@ -98,6 +98,12 @@ class Pages(Generic[Storage]):
         """Pages with more than one reference."""
         return sum(count > 1 for count in self._references)
 
+    def add_layer(self, layer: PagedLayer) -> None:
+        """Give one more layer room for every page, used or not."""
+        self._layers.append(layer)
+        self._storage.append(self._create(layer.layout, self.capacity, layer.heads, layer.device))
+        self.page_bytes += layer.heads * self._part_bytes(layer.layout)
+
     def references(self, page: int) -> int:
         """How many sequences hold a page."""
         return self._references[page]
@@ -238,6 +244,12 @@ class PagePool:
         self.keys.reserve(key_pages)
         self.values.reserve(value_pages)
         self.keys.fixed = self.values.fixed = fixed
+
+    def add_layer(self, layer: PagedLayer) -> None:
+        """Add a layer that keeps pages; it gets room for every page that the others have."""
+        self.layers.append(layer)
+        self.keys.add_layer(layer)
+        self.values.add_layer(layer)
 
     def clear(self) -> None:
         """Free every page; memory stays."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kitty.cache.attend import attend
+from kitty.cache.calls import gather_tokens, page_cuts
 from kitty.errors import KittyError
 from kitty.methods import Method
 from kitty.quant import dequantize_keys, dequantize_values, quantize_keys, quantize_values
@@ -78,11 +79,13 @@ class SimulatedLayer:
         order = None
         if real is not None and min(counts) < total:
             order = (~real).long().argsort(dim=1, stable=True)  # real tokens first
-            query, keys, values = (_gather_tokens(x, order) for x in (query, keys, values))
+            query, keys, values = (gather_tokens(x, order) for x in (query, keys, values))
         self._reserve([n + c for n, c in zip(self.lengths, counts, strict=True)])
         fresh = [dense_prefill and length == 0 for length in self.lengths]
         start, outputs = list(self.lengths), []
-        cuts = self._cuts(counts, fresh)
+        cuts = [0]
+        if self.sliding_window is None:
+            cuts = page_cuts(self.method, self.lengths, counts, skip=fresh)
         for begin, end in zip(cuts, [*cuts[1:], total], strict=True):
             part = slice(begin, end)
             self._insert(keys[:, :, part], values[:, :, part], counts, start, begin)
@@ -95,7 +98,7 @@ class SimulatedLayer:
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         if order is None:
             return out
-        out = _gather_tokens(out, order.argsort(dim=1))
+        out = gather_tokens(out, order.argsort(dim=1))
         return out.masked_fill(~real[:, None, :, None], 0.0)  # type: ignore[index]
 
     def crop(self, removed: Iterable[int]) -> None:
@@ -160,22 +163,6 @@ class SimulatedLayer:
         if need > capacity:
             size = max(need, capacity + capacity // 2)
             self.buffers = [F.pad(x, (0, 0, 0, size - capacity)) for x in self.buffers]
-
-    def _cuts(self, counts: list[int], fresh: list[bool]) -> list[int]:
-        """Token offsets at which some sequence's page counts change: the starts of the parts."""
-        cuts = {0}
-        if self.sliding_window is not None:
-            return [0]
-        method = self.method
-        for length, count, dense in zip(self.lengths, counts, fresh, strict=True):
-            if dense:
-                continue
-            # kp and vp move only where length - rollback - sink (- window) meets a page boundary
-            for held, pages in ((0, method.key_pages), (method.window, method.value_pages)):
-                base = method.sink + held + method.rollback
-                for page in range(pages(length) + 1, pages(length + count) + 1):
-                    cuts.add(base + page * method.page_size - length)
-        return sorted(cut for cut in cuts if cut == 0 or cut < max(counts))
 
     def _insert(
         self, keys: Tensor, values: Tensor, counts: list[int], start: list[int], begin: int
@@ -277,8 +264,3 @@ class SimulatedLayer:
             for b, (drop, left) in enumerate(zip(drops, live, strict=True)):
                 kept[b, :, :left] = buffer[b, :, drop : drop + left]
             self.buffers[i] = kept
-
-
-def _gather_tokens(x: Tensor, order: Tensor) -> Tensor:
-    """Reorder the tokens of ``[B, H, T, D]`` by int64 ``[B, T]``."""
-    return x.gather(2, order[:, None, :, None].expand_as(x))

@@ -4,9 +4,9 @@ Importing it registers the attention implementation ``kitty``.
 """
 
 from kitty.integrations.transformers.attention import register
-from kitty.integrations.transformers.cache import KittyCacheBase, SimulatedCache
+from kitty.integrations.transformers.cache import KittyCache, KittyCacheBase, SimulatedCache
 from kitty.integrations.transformers.enable import disable, enable
 
 register()
 
-__all__ = ["KittyCacheBase", "SimulatedCache", "disable", "enable"]
+__all__ = ["KittyCache", "KittyCacheBase", "SimulatedCache", "disable", "enable"]

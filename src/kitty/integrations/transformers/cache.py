@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kitty.cache import SimulatedLayer
+from kitty.cache import PackedLayer, PackedState, SimulatedLayer
 from kitty.errors import KittyError
 from kitty.integrations.transformers.attention import Carrier
 from kitty.methods import Method, get_method
+from kitty.pages import ByteReport, tensor_bytes
 
 
 class Observer(Protocol):
@@ -63,13 +64,18 @@ class KittyCacheBase(Cache):
 
     def reset(self) -> None:
         """Forget everything; the cache is as new."""
-        self.layers: dict[int, SimulatedLayer] = {}
+        self.layers: dict[int, SimulatedLayer | PackedLayer] = {}
         self._real: list[Tensor] = []  # per call, bool [B, T]
         self._columns: dict[int, int] = {}  # padded length, per layer
         self._may_remove = 0  # tokens of each sequence that crop may still take back
 
-    def _make_layer(self, layer_idx: int, sliding_window: int | None) -> SimulatedLayer:
+    def _make_layer(
+        self, layer_idx: int, sliding_window: int | None
+    ) -> SimulatedLayer | PackedLayer:
         raise NotImplementedError
+
+    def _begin_call(self, batch: int, length: int, real: Tensor | None) -> None:
+        """Called before the first layer of every forward pass."""
 
     def update(
         self,
@@ -105,6 +111,12 @@ class KittyCacheBase(Cache):
         Returns:
             ``[B, Hq, T, D]``.
         """
+        seen = self._columns.get(layer_idx, 0)
+        if seen == sum(x.shape[1] for x in self._real):  # the first layer to see this call
+            self._begin_call(keys.shape[0], keys.shape[2], real)
+            columns = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
+            self._real.append(columns if real is None else real.cpu())
+            self._may_remove = self.method.rollback
         if layer_idx not in self.layers:
             self.layers[layer_idx] = self._make_layer(layer_idx, sliding_window)
         out = self.layers[layer_idx].attend(
@@ -116,12 +128,7 @@ class KittyCacheBase(Cache):
             softcap=softcap,
             dense_prefill=self.dense_prefill,
         )
-        if self._columns.get(layer_idx, 0) == sum(x.shape[1] for x in self._real):
-            # the first layer to see this call notes it for all
-            seen = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
-            self._real.append(seen if real is None else real.cpu())
-            self._may_remove = self.method.rollback
-        self._columns[layer_idx] = self._columns.get(layer_idx, 0) + keys.shape[2]
+        self._columns[layer_idx] = seen + keys.shape[2]
         if self.observer is not None:
             self.observer(layer_idx, query, keys, values, out, scale)
         return out
@@ -167,6 +174,10 @@ class KittyCacheBase(Cache):
             layer.crop(removed)
             self._columns[layer_idx] = keep
 
+    def _real_lengths(self) -> list[int]:
+        """Real tokens of each sequence."""
+        return torch.cat(self._real, dim=1).sum(dim=1).tolist() if self._real else []
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence i a copy of sequence ``beam_idx[i]``, int64 ``[B]`` (beam search)."""
         for layer in self.layers.values():
@@ -210,6 +221,70 @@ class SimulatedCache(KittyCacheBase):
 
     def _make_layer(self, layer_idx: int, sliding_window: int | None) -> SimulatedLayer:
         return SimulatedLayer(self.method, layer_idx, sliding_window=sliding_window)
+
+
+class KittyCache(KittyCacheBase):
+    """The packed cache: 2-bit pages in a pool, 16-bit sinks, windows and buffers.
+
+    Holds the methods with 2-bit values and 2-bit keys at any boost ratio. Layers with a sliding
+    window keep exactly their window in 16 bit. Needs fp16 or bf16 on a GPU.
+
+    Args:
+        method: a name from configs/methods.yaml or a Method.
+        max_length: reserve pages for sequences of so many tokens at the first call; None grows.
+        max_bytes: limit of the page memory; None for the device's.
+        kwargs: as for :class:`KittyCacheBase`.
+
+    Raises:
+        KittyError: the packed format cannot hold the method.
+    """
+
+    def __init__(
+        self,
+        method: str | Method = "kitty-pro",
+        *,
+        max_length: int | None = None,
+        max_bytes: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.max_length = max_length
+        self.max_bytes = max_bytes
+        super().__init__(method, **kwargs)
+
+    def reset(self) -> None:
+        """Forget everything and free the memory; the cache is as new."""
+        super().reset()
+        self.state = PackedState(self.method, max_length=self.max_length, max_bytes=self.max_bytes)
+
+    def bytes_held(self) -> ByteReport:
+        """Bytes on devices by kind: pages, buffers (sliding windows among them), tables."""
+        sliding = [x for x in self.layers.values() if isinstance(x, SimulatedLayer)]
+        windows = sum(tensor_bytes(layer.buffers) for layer in sliding)
+        return self.state.report() + ByteReport(buffers=windows)
+
+    def _make_layer(
+        self, layer_idx: int, sliding_window: int | None
+    ) -> SimulatedLayer | PackedLayer:
+        if sliding_window is not None:
+            return SimulatedLayer(self.method, layer_idx, sliding_window=sliding_window)
+        return self.state.layer(layer_idx)
+
+    def _begin_call(self, batch: int, length: int, real: Tensor | None) -> None:
+        self.state.begin(batch, length, real, dense_prefill=self.dense_prefill)
+
+    def crop(self, max_length: int) -> None:
+        """See :meth:`KittyCacheBase.crop`."""
+        before = self._real_lengths()
+        super().crop(max_length)
+        after = self._real_lengths()
+        if before != after:
+            self.state.crop(x - y for x, y in zip(before, after, strict=True))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See :meth:`KittyCacheBase.reorder_cache`; full pages are shared, never copied."""
+        super().reorder_cache(beam_idx)
+        if self.state.lengths:
+            self.state.select(beam_idx)
 
 
 CacheFactory = Callable[[], KittyCacheBase]

@@ -12,11 +12,17 @@ from transformers.generation import GenerationConfig, GenerationMode
 
 from kitty.errors import KittyError
 from kitty.integrations.transformers.attention import NAME
-from kitty.integrations.transformers.cache import CacheFactory, KittyCacheBase, SimulatedCache
+from kitty.integrations.transformers.cache import (
+    CacheFactory,
+    KittyCache,
+    KittyCacheBase,
+    SimulatedCache,
+)
 from kitty.methods import Method, get_method
 
 _HOOKED = "_prepare_cache_for_generation"
 _SAVED = "_kitty_saved_attention"
+CACHES: dict[str, type[KittyCacheBase]] = {"packed": KittyCache, "simulated": SimulatedCache}
 
 
 def enable(
@@ -34,7 +40,7 @@ def enable(
     Args:
         model: a decoder-only model of transformers 4.53.2.
         method: a name from configs/methods.yaml, or a Method.
-        cache: ``simulated``.
+        cache: ``packed`` (2-bit pages in memory) or ``simulated`` (any bits, dense).
         overrides: fields of the method to change, for example ``rollback=16``.
 
     Returns:
@@ -44,15 +50,15 @@ def enable(
         KittyError: the model cannot work with it, or the method or cache is unknown.
     """
     resolved = get_method(method, **overrides)
-    if cache != "simulated":
-        raise KittyError(f"cache is {cache!r}, which is not known: use 'simulated'.")
+    if cache not in CACHES:
+        raise KittyError(f"cache is {cache!r}, which is not known: use {' or '.join(CACHES)}.")
     check_model(model)
     disable(model)
     configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
     model.__dict__[_SAVED] = [(config, config._attn_implementation) for config in configs]
     for config in configs:
         config._attn_implementation = NAME
-    _hook(model, lambda: SimulatedCache(resolved))
+    _hook(model, lambda: CACHES[cache](resolved))
     return model
 
 
