@@ -4,6 +4,9 @@ A page is read plane by plane (G/8 tokens, all channels): fields of one word com
 thread, so packing needs no exchange. Keys are read twice (statistics, codes), the second time out
 of the cache; values once. A program holds UNROLL planes at a time, never a page: fully unrolled,
 the compiler hoists all loads and its registers leave room for few programs.
+
+Instructions per element set the speed, so the fast path has no test for NaN and inf: they show in
+its minima, maxima or magnitudes, and such a page is done again with care.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -52,29 +55,58 @@ def plane_rows(first, i_plane, o_t, ROWS: tl.constexpr, RING: tl.constexpr):
 
 
 @triton.jit
+def extremes(b_low, b_high, b_raw, b_x, CAREFUL: tl.constexpr):
+    """Running minimum and maximum. Fast: NaN and inf show in them; careful: both are left out."""
+    if CAREFUL:
+        finite = tl.abs(b_raw) < float("inf")
+        b_low = tl.minimum(b_low, tl.where(finite, b_x, float("inf")))
+        b_high = tl.maximum(b_high, tl.where(finite, b_x, float("-inf")))
+    else:
+        b_low = tl.minimum(b_low, b_raw, propagate_nan=tl.PropagateNan.ALL)
+        b_high = tl.maximum(b_high, b_raw, propagate_nan=tl.PropagateNan.ALL)
+    return b_low, b_high
+
+
+@triton.jit
+def saturated(b_x):
+    """fp32 rounded to fp16, saturated; monotone, so it may follow a minimum or maximum."""
+    return tl.minimum(tl.maximum(b_x, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
 def scale_zero(b_low, b_high, b_top):
     """Scale, zero and inverse scale of groups with extremes ``b_low``, ``b_high``; all fp32.
 
-    Groups without a finite element have low > high: scale and zero become 0.
+    Groups without a finite element have low > high: scale and zero become 0. No scale of 2 or
+    4 bits reaches 65504, so none needs saturation.
     """
     empty = b_low > b_high
     b_low = tl.where(empty, 0.0, b_low) + 0.0  # -0.0 is stored as +0.0
     b_high = tl.where(empty, 0.0, b_high)
-    b_scale = tl.minimum(tl.div_rn(b_high - b_low, b_top), FP16_MAX)
-    b_scale = b_scale.to(tl.float16).to(tl.float32) + 0.0
+    b_scale = tl.div_rn(b_high - b_low, b_top).to(tl.float16).to(tl.float32) + 0.0
     b_divisor = tl.where(b_scale == 0.0, 1.0, b_scale)
     b_inverse = tl.where(b_scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(b_divisor) + 1.0, b_divisor))
     return b_scale, b_low, b_inverse
 
 
 @triton.jit
-def codes_of(b_raw, b_x, b_zero, b_inverse, b_top):
-    """Codes as int32; truncation is floor, because they are clamped to ≥ 0 first."""
-    b_code = (b_x - b_zero) * b_inverse + 0.5
-    b_code = tl.minimum(tl.maximum(b_code, 0.0), b_top)
-    b_code = tl.where(b_raw > float("-inf"), b_code, 0.0)  # NaN and -inf
-    b_code = tl.where(b_raw == float("inf"), b_top, b_code)
+def codes_of(b_raw, b_x, b_zero, b_inverse, b_top, CAREFUL: tl.constexpr):
+    """Codes as int32; truncation is floor, because what it truncates is ≥ 0."""
+    b_code = tl.minimum((b_x - b_zero) * b_inverse + 0.5, b_top)
+    if CAREFUL:
+        b_code = tl.maximum(b_code, 0.0)
+        b_code = tl.where(b_raw > float("-inf"), b_code, 0.0)  # NaN and -inf
+        b_code = tl.where(b_raw == float("inf"), b_top, b_code)
     return b_code.to(tl.int32)
+
+
+@triton.jit
+def gathered_fields(b_x):
+    """Bits 0 and 1 of each of the 8 nibbles of ``b_x``, side by side: a word."""
+    b_x = b_x & 0x33333333
+    b_x = (b_x | (b_x >> 2)) & 0x0F0F0F0F
+    b_x = (b_x | (b_x >> 4)) & 0x00FF00FF
+    return ((b_x | (b_x >> 8)) & 0xFFFF).to(tl.int16)
 
 
 @triton.jit
@@ -98,13 +130,18 @@ def hash_channels(seed, layer, i_h, i_page, o_c):
 
 
 @triton.jit
-def highest(b_score, o_c, D: tl.constexpr, D_BOOST: tl.constexpr):
-    """Which of int64 ``b_score`` ``[BLOCK_D]`` ≥ 0 are the D_BOOST highest; ties: lower channel."""
+def highest(b_score, o_c, D: tl.constexpr, D_BOOST: tl.constexpr, SHORT: tl.constexpr):
+    """Which of int64 ``b_score`` ``[BLOCK_D]`` ≥ 0 are the D_BOOST highest; ties: lower channel.
+
+    ``SHORT`` scores have 8 bits to spare, which take the channel: then none are equal.
+    """
+    if SHORT:
+        b_score = b_score * 256 + (255 - o_c)
     b_score = tl.where(o_c < D, b_score, -1)
     above = b_score[None, :] > b_score[:, None]  # [BLOCK_D, BLOCK_D]
-    tied = (b_score[None, :] == b_score[:, None]) & (o_c[None, :] < o_c[:, None])
-    rank = tl.sum((above | tied).to(tl.int32), axis=1)
-    return (rank < D_BOOST) & (o_c < D)
+    if not SHORT:
+        above = above | ((b_score[None, :] == b_score[:, None]) & (o_c[None, :] < o_c[:, None]))
+    return (tl.sum(above.to(tl.int32), axis=1) < D_BOOST) & (o_c < D)
 
 
 @triton.jit
@@ -120,6 +157,79 @@ def sum_of_squares(
         b_gap = b_x.to(tl.float64) - b_mean[None, :]
         b_sum += b_gap * b_gap
     return tl.sum(b_sum, axis=0)
+
+
+@triton.jit
+def key_statistics(
+    p_x,
+    first,
+    stride_t,
+    o_t,
+    o_c,
+    D: tl.constexpr,
+    RING: tl.constexpr,
+    SUM: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Minimum, maximum and sum (of magnitudes; of numbers for the variance) of each channel.
+
+    ``[G/8, BLOCK_D]`` of each, over the planes. The sum in fp64 is exact: fp16 numbers are
+    multiples of 2^-24, and a page's sum stays below 2^24.
+    """
+    ROWS: tl.constexpr = o_t.shape[0]
+    b_low = tl.full([ROWS, o_c.shape[0]], float("inf"), tl.float32)
+    b_high = tl.full([ROWS, o_c.shape[0]], float("-inf"), tl.float32)
+    b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64)
+    for i_step in range(N_PLANES // UNROLL):
+        for i_inner in tl.static_range(UNROLL):
+            rows = plane_rows(first, i_step * UNROLL + i_inner, o_t, ROWS, RING)
+            b_raw, b_x = load_rows(p_x, rows, stride_t, (o_c < D)[None, :], o_c)
+            b_low, b_high = extremes(b_low, b_high, b_raw, b_x, CAREFUL)
+            if CAREFUL:
+                b_x = tl.where(tl.abs(b_raw) < float("inf"), b_x, 0.0)
+            if SUM == "magnitude":
+                b_sum += tl.abs(b_x).to(tl.float64)
+            elif SUM == "variance":
+                b_sum += b_x.to(tl.float64)
+    return b_low, b_high, b_sum
+
+
+@triton.jit
+def key_codes(
+    p_x,
+    first,
+    stride_t,
+    o_t,
+    o_c,
+    b_zero,
+    b_inverse,
+    b_top,
+    D: tl.constexpr,
+    RING: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Codes of the 8 planes in the 8 nibbles of int32 ``[G/8, BLOCK_D]``."""
+    ROWS: tl.constexpr = o_t.shape[0]
+    b_nibbles = tl.zeros([ROWS, o_c.shape[0]], tl.int32)
+    for i_step in range(N_PLANES // UNROLL):
+        for i_inner in tl.static_range(UNROLL):
+            i_plane = i_step * UNROLL + i_inner
+            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+            b_raw, b_x = load_rows(p_x, rows, stride_t, (o_c < D)[None, :], o_c)
+            b_code = codes_of(
+                b_raw, b_x, b_zero[None, :], b_inverse[None, :], b_top[None, :], CAREFUL
+            )
+            b_nibbles |= b_code << (4 * i_plane)
+    return b_nibbles
+
+
+@triton.jit
+def any_unclean(b_low, b_high):
+    """Whether NaN or inf shows in the extremes of the fast path: a number > 0."""
+    unclean = ((b_low > float("-inf")) & (b_high < float("inf"))).to(tl.int32) ^ 1
+    return tl.max(tl.max(unclean, axis=1), axis=0)
 
 
 @triton.jit
@@ -149,24 +259,15 @@ def quantize_key_page(
     o_c = tl.arange(0, BLOCK_D)
     m_c = o_c < D
     CHOOSES: tl.constexpr = (D_BOOST > 0) and (D_BOOST < D)
-    SUMS: tl.constexpr = CHOOSES and (SELECTION != "random")
+    SUM: tl.constexpr = SELECTION if CHOOSES else "none"
 
-    b_low = tl.full([ROWS, BLOCK_D], float("inf"), tl.float32)
-    b_high = tl.full([ROWS, BLOCK_D], float("-inf"), tl.float32)
-    b_sum = tl.zeros([ROWS, BLOCK_D], tl.float64)  # exact: multiples of 2^-24 below 2^24
-    for i_step in range(N_PLANES // UNROLL):
-        for i_inner in tl.static_range(UNROLL):
-            i_plane = i_step * UNROLL + i_inner
-            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-            b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
-            finite = tl.abs(b_raw) < float("inf")
-            b_low = tl.minimum(b_low, tl.where(finite, b_x, float("inf")))
-            b_high = tl.maximum(b_high, tl.where(finite, b_x, float("-inf")))
-            if SUMS:
-                b_x = tl.where(finite, b_x, 0.0)
-                if SELECTION == "magnitude":
-                    b_x = tl.abs(b_x)
-                b_sum += b_x.to(tl.float64)
+    b_low, b_high, b_sum = key_statistics(
+        p_x, first, stride_t, o_t, o_c, D, RING, SUM, UNROLL, False
+    )
+    unclean = any_unclean(b_low, b_high)
+    b_low, b_high = saturated(b_low), saturated(b_high)
+    if unclean > 0:
+        b_low, b_high, b_sum = key_statistics(p_x, first, stride_t, o_t, o_c, D, RING, SUM, 1, True)
 
     if CHOOSES:
         if SELECTION == "random":
@@ -182,7 +283,7 @@ def quantize_key_page(
                 )
                 # fp64 numbers ≥ 0 are ordered like their bits
                 b_score = (b_square / G).to(tl.int64, bitcast=True)
-        boosted = highest(b_score, o_c, D, D_BOOST)
+        boosted = highest(b_score, o_c, D, D_BOOST, SELECTION != "variance")
     else:
         boosted = m_c & (D_BOOST > 0)
     b_top = tl.where(boosted, BOOST_TOP, LOW_TOP)
@@ -190,18 +291,16 @@ def quantize_key_page(
     tl.store(p_meta + o_c, b_scale.to(tl.float16), mask=m_c)
     tl.store(p_meta + D + o_c, b_zero.to(tl.float16), mask=m_c)
 
-    b_words = tl.zeros([ROWS, BLOCK_D], tl.int32)
-    b_words_high = tl.zeros([ROWS, BLOCK_D], tl.int32)
-    for i_step in range(N_PLANES // UNROLL):
-        for i_inner in tl.static_range(UNROLL):
-            i_plane = i_step * UNROLL + i_inner
-            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-            b_raw, b_x = load_rows(p_x, rows, stride_t, m_c[None, :], o_c)
-            b_code = codes_of(b_raw, b_x, b_zero[None, :], b_inverse[None, :], b_top[None, :])
-            b_words |= (b_code & 3) << (2 * i_plane)
-            b_words_high |= (b_code >> 2) << (2 * i_plane)
+    if unclean > 0:
+        b_nibbles = key_codes(
+            p_x, first, stride_t, o_t, o_c, b_zero, b_inverse, b_top, D, RING, 1, True
+        )
+    else:
+        b_nibbles = key_codes(
+            p_x, first, stride_t, o_t, o_c, b_zero, b_inverse, b_top, D, RING, UNROLL, False
+        )
     o_word = o_t[:, None] * D + o_c[None, :]
-    tl.store(p_words + o_word, b_words.to(tl.int16), mask=m_c[None, :])
+    tl.store(p_words + o_word, gathered_fields(b_nibbles), mask=m_c[None, :])
     if D_BOOST > 0:
         # place of a boosted channel in the ascending list
         b_count = boosted.to(tl.int32)
@@ -209,7 +308,57 @@ def quantize_key_page(
         tl.store(p_boosted + o_list, o_c.to(tl.uint8), mask=boosted)
         o_high = o_t[:, None] * D_BOOST + o_list[None, :]
         m_high = boosted[None, :] & (o_t[:, None] >= 0)
-        tl.store(p_high + o_high, b_words_high.to(tl.int16), mask=m_high)
+        tl.store(p_high + o_high, gathered_fields(b_nibbles >> 2), mask=m_high)
+
+
+@triton.jit
+def value_words(
+    p_x,  # first channel of the group
+    first,
+    stride_t,
+    p_meta,  # scale of the group's first token
+    o_t,
+    o_c,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIDE_ZERO: tl.constexpr,
+    RING: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Words of a group of channels, int32 ``[G/8, BLOCK_GROUP]``, and largest magnitudes.
+
+    Stores scale and zero of every token. Fast: NaN and inf show in the magnitudes.
+    """
+    ROWS: tl.constexpr = G // N_PLANES
+    m_c = (o_c < GROUP)[None, :]
+    b_words = tl.zeros([ROWS, o_c.shape[0]], tl.int32)
+    b_largest = tl.zeros([ROWS, o_c.shape[0]], tl.float32)
+    b_top = tl.full([ROWS], LOW_TOP, tl.float32)
+    for i_step in range(N_PLANES // UNROLL):
+        for i_inner in tl.static_range(UNROLL):
+            i_plane = i_step * UNROLL + i_inner
+            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+            b_raw, b_x = load_rows(p_x, rows, stride_t, m_c, o_c)
+            if CAREFUL:
+                finite = (tl.abs(b_raw) < float("inf")) & m_c
+                b_low = tl.min(tl.where(finite, b_x, float("inf")), axis=1)
+                b_high = tl.max(tl.where(finite, b_x, float("-inf")), axis=1)
+            else:
+                b_largest = tl.maximum(b_largest, tl.abs(b_raw), propagate_nan=tl.PropagateNan.ALL)
+                if o_c.shape[0] == GROUP:
+                    b_low = tl.min(b_x, axis=1)
+                    b_high = tl.max(b_x, axis=1)
+                else:
+                    b_low = tl.min(tl.where(m_c, b_x, float("inf")), axis=1)
+                    b_high = tl.max(tl.where(m_c, b_x, float("-inf")), axis=1)
+            b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_top)
+            b_code = codes_of(b_raw, b_x, b_zero[:, None], b_inverse[:, None], LOW_TOP, CAREFUL)
+            b_words |= b_code << (2 * i_plane)
+            p_token = p_meta + i_plane * ROWS + o_t
+            tl.store(p_token, b_scale.to(tl.float16))
+            tl.store(p_token + STRIDE_ZERO, b_zero.to(tl.float16))
+    return b_words, b_largest
 
 
 @triton.jit
@@ -227,32 +376,22 @@ def quantize_value_page(
     UNROLL: tl.constexpr,
 ):
     """Quantize one page of values per token over groups of channels, and pack it."""
-    ROWS: tl.constexpr = G // N_PLANES
-    N_GROUPS: tl.constexpr = D // GROUP
-    o_t = tl.arange(0, ROWS)
+    o_t = tl.arange(0, G // N_PLANES)
     o_c = tl.arange(0, BLOCK_GROUP)
-    m_c = o_c < GROUP
-    for i_group in tl.static_range(N_GROUPS):
+    STRIDE_ZERO: tl.constexpr = D // GROUP * G
+    for i_group in tl.static_range(D // GROUP):
         p_group = p_x + i_group * GROUP
-        b_words = tl.zeros([ROWS, BLOCK_GROUP], tl.int32)
-        for i_step in range(N_PLANES // UNROLL):
-            for i_inner in tl.static_range(UNROLL):
-                i_plane = i_step * UNROLL + i_inner
-                rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-                b_raw, b_x = load_rows(p_group, rows, stride_t, m_c[None, :], o_c)
-                finite = (tl.abs(b_raw) < float("inf")) & m_c[None, :]
-                b_low = tl.min(tl.where(finite, b_x, float("inf")), axis=1)
-                b_high = tl.max(tl.where(finite, b_x, float("-inf")), axis=1)
-                b_scale, b_zero, b_inverse = scale_zero(
-                    b_low, b_high, tl.full([ROWS], LOW_TOP, tl.float32)
-                )
-                b_code = codes_of(b_raw, b_x, b_zero[:, None], b_inverse[:, None], LOW_TOP)
-                b_words |= b_code << (2 * i_plane)
-                p_token = p_meta + i_group * G + i_plane * ROWS + o_t
-                tl.store(p_token, b_scale.to(tl.float16))
-                tl.store(p_token + N_GROUPS * G, b_zero.to(tl.float16))
+        p_scale = p_meta + i_group * G
+        b_words, b_largest = value_words(
+            p_group, first, stride_t, p_scale, o_t, o_c, G, GROUP, STRIDE_ZERO, RING, UNROLL, False
+        )
+        if any_unclean(-b_largest, b_largest) > 0:
+            tl.debug_barrier()  # scales and zeros are stored again
+            b_words, b_largest = value_words(
+                p_group, first, stride_t, p_scale, o_t, o_c, G, GROUP, STRIDE_ZERO, RING, 1, True
+            )
         o_word = o_t[:, None] * D + i_group * GROUP + o_c[None, :]
-        tl.store(p_words + o_word, b_words.to(tl.int16), mask=m_c[None, :])
+        tl.store(p_words + o_word, b_words.to(tl.int16), mask=(o_c < GROUP)[None, :])
 
 
 @triton.jit(do_not_specialize=["seed", "layer"])
@@ -372,12 +511,14 @@ def launch_quantize_pages(
     selection: str,
     seed: int,
     layer: int,
-    num_warps: int = 8,
     unroll: int = 4,
+    **options: int,
 ) -> None:
     """Launch both kernels, one program per page and head that T tokens can fill at most."""
     batch, heads, num_tokens, head_dim = k.shape
     page_size = keys.words.shape[2] * 8
+    # contraction of x·y + z would round once where the specification rounds twice
+    compiler = {"num_warps": 8, "enable_fp_fusion": False, **options}
     group = min(head_dim, page_size)
     key_pages = max(0, num_tokens - sink - rollback) // page_size
     value_pages = max(0, num_tokens - sink - window - rollback) // page_size
@@ -401,8 +542,7 @@ def launch_quantize_pages(
             SINK=sink,
             SELECTION=selection,
             UNROLL=unroll,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
+            **compiler,
         )
     if value_pages > 0:
         quantize_values_kernel[(value_pages * heads, batch)](
@@ -421,8 +561,7 @@ def launch_quantize_pages(
             UNPAGED=sink + window + rollback,
             SINK=sink,
             UNROLL=unroll,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
+            **compiler,
         )
 
 
