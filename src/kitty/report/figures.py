@@ -355,6 +355,7 @@ def draw_attention_error(results: Results) -> Figure:
         for name, method in results.methods.items()
         if method.quantized and "%" not in method.title  # a sweep would be a thicket of lines
     ]
+    shown.sort(key=lambda name: results.methods[name].boost_ratio == 0)  # strongest colours first
     rows = len(results.models)
     figure = Figure(figsize=(TEXT_WIDTH, 0.2 + 2.7 * rows))
     axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
