@@ -60,7 +60,9 @@ c = seq_len - T + t tokens. It sees the sink, key pages 0 … kp(c) - 1 and valu
 0 … vp(c) - 1, and all later tokens up to and including itself (absolute index ≤ c) from the sink
 and the rings, in 16 bit. Where a token's value is still 16-bit while its key is paged, its logit
 comes from the page and its value from the ring. Queries with c < 0 are pads: they return zeros
-(LSE -inf). All pages and counts come from device memory.
+(LSE -inf). All pages and counts come from device memory. Since append writes the pages that are
+full before a call, the caller splits a call in which kp(c) or vp(c) would rise between its first
+and its last query: behind the token that fills the page.
 """
 
 from kitty.pages.accounting import ByteReport, report_bytes, table_bytes, tensor_bytes
