@@ -140,6 +140,28 @@ def test_a_device_without_memory_is_exhaustion_and_the_report_stays_true(monkeyp
     assert tensor_bytes(pool.tensors()) == pool.report().total
 
 
+def test_layers_may_join_after_pages_were_allocated() -> None:
+    pool = PagePool([], max_bytes=10 * KEY_BYTES)
+    ids = pool.keys.allocate(4)
+    for layer in LAYERS:
+        pool.add_layer(layer)
+    assert pool.keys.page_bytes == KEY_BYTES
+    assert pool.keys.storage(1).words.shape[0] == 4
+    assert tensor_bytes(pool.tensors()) == pool.report().total == 4 * KEY_BYTES
+    assert set(pool.keys.allocate(3)).isdisjoint(ids)
+    assert tensor_bytes(pool.tensors()) == pool.report().total
+
+
+def test_a_layer_that_no_longer_fits_is_refused_with_the_missing_bytes() -> None:
+    first = 2 * 5664
+    pool = PagePool([], max_bytes=4 * first + 100)
+    pool.keys.allocate(4)
+    pool.add_layer(LAYERS[0])
+    missing = 4 * (KEY_BYTES - first) - 100
+    with pytest.raises(KittyError, match=re.escape(f" {missing} bytes more")):
+        pool.add_layer(LAYERS[1])
+
+
 def test_clearing_frees_all_pages_and_keeps_the_memory() -> None:
     pool = PagePool(LAYERS)
     pool.keys.retain(pool.keys.allocate(4))

@@ -99,10 +99,22 @@ class Pages(Generic[Storage]):
         return sum(count > 1 for count in self._references)
 
     def add_layer(self, layer: PagedLayer) -> None:
-        """Give one more layer room for every page, used or not."""
+        """Give one more layer room for every page, used or not.
+
+        Raises:
+            KittyError: that is more than the limit or the device has; says how many bytes.
+        """
+        layer_bytes = layer.heads * self._part_bytes(layer.layout)
+        needed, room = self.capacity * layer_bytes, self._room()
+        if room is not None and needed > room:
+            raise self._exhausted(needed - room)
+        try:
+            storage = self._create(layer.layout, self.capacity, layer.heads, layer.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise self._exhausted(needed) from error
         self._layers.append(layer)
-        self._storage.append(self._create(layer.layout, self.capacity, layer.heads, layer.device))
-        self.page_bytes += layer.heads * self._part_bytes(layer.layout)
+        self._storage.append(storage)
+        self.page_bytes += layer_bytes
 
     def references(self, page: int) -> int:
         """How many sequences hold a page."""
@@ -127,7 +139,7 @@ class Pages(Generic[Storage]):
         missing = count - len(self._free)
         if missing > 0:
             if self.fixed:
-                raise self._exhausted(missing)
+                raise self._exhausted(missing * self.page_bytes)
             self._grow(missing, max(missing, self.capacity // GROWTH))
         ids = [self._free.pop() for _ in range(count)]
         for page in ids:
@@ -173,15 +185,16 @@ class Pages(Generic[Storage]):
         room = self._room()
         added = max(least, wanted)
         if room is not None:
-            affordable = max(0, room // self.page_bytes)
+            # a pool without layers yet has pages of no bytes
+            affordable = max(0, room // self.page_bytes) if self.page_bytes else added
             if least > affordable:
-                raise self._exhausted(least - affordable)
+                raise self._exhausted((least - affordable) * self.page_bytes)
             added = min(added, affordable)
         self.generation += 1
         try:
             self._reallocate(self.capacity + added)
         except torch.cuda.OutOfMemoryError as error:
-            raise self._exhausted(least) from error
+            raise self._exhausted(least * self.page_bytes) from error
         self._references += [0] * added
         first = self.capacity
         self.capacity += added
@@ -198,10 +211,10 @@ class Pages(Generic[Storage]):
                 target[: source.shape[0]] = source
             self._storage[index] = new
 
-    def _exhausted(self, missing: int) -> KittyError:
+    def _exhausted(self, missing_bytes: int) -> KittyError:
         return KittyError(
             f"The pool of {self.kind} pages is exhausted: {self.in_use} of {self.capacity} pages "
-            f"are in use and {missing * self.page_bytes} bytes more are needed ({missing} pages of "
+            f"are in use and {missing_bytes} bytes more are needed (a page takes "
             f"{self.page_bytes} bytes over {len(self._layers)} layers); reserve a longer maximum "
             "length, raise the limit, or use fewer or shorter sequences."
         )
