@@ -13,6 +13,7 @@ from kitty.ops.dispatch import runs_kernel
 from kitty.ops.merge_states import merge_states
 from kitty.pages import Buffers, KeyPages, PageLayout, ValuePages
 
+DENSE_SPLITS = 12  # the tokens in 16 bit and the pages with 16-bit values take as long as 12 pages
 PROGRAMS_PER_SM = 8  # single-warp programs of up to 255 registers that one SM holds
 
 
@@ -93,8 +94,7 @@ def default_splits(query: Tensor, keys: KeyPages, key_table: Tensor) -> int:
     plan = launch_plan(num_query_heads // heads, num_tokens, head_dim)
     programs = batch * heads * plan.tiles * plan.chunks
     slots = _num_multiprocessors(query.device) * PROGRAMS_PER_SM
-    # a page's time and more goes into the tokens in 16 bit
-    return max(1, min(slots // max(1, programs), key_table.shape[1] + 4))
+    return max(1, min(slots // max(1, programs), key_table.shape[1] + DENSE_SPLITS))
 
 
 @functools.cache

@@ -25,13 +25,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
+from kitty.ops.merge_states.kernel import launches_early
 from kitty.ops.positions import num_pages
 
 if TYPE_CHECKING:
+    from torch import Tensor
 
-    pass
+    from kitty.pages import Buffers, KeyPages, ValuePages
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# older layout propagation may recompute the instruction's operand in another layout
+MOVMATRIX_HOLDS = TRITON_VERSION >= (3, 3)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 N_PLANES = tl.constexpr(8)
@@ -42,10 +46,10 @@ LAZY_BITS = tl.constexpr(4.0)  # the accumulator is rescaled when the maximum ro
 LEAST_SCALE = tl.constexpr(2.0**-14)
 MASKED = tl.constexpr(-1.0e30)  # finite, so that differences of two are no NaN
 
-# cost of a unit of work, in halves of a page, for the division among splits
-PAGE_COST = tl.constexpr(2)
-MIXED_COST = tl.constexpr(5)
-DENSE_COST = tl.constexpr(1)
+# time of a unit of work in quarters of a page's, for the division among splits
+PAGE_COST = tl.constexpr(4)
+PLANE_COST = tl.constexpr(2)  # of a page whose values are in 16 bit
+DENSE_COST = tl.constexpr(3)
 BLOCK_DENSE = tl.constexpr(32)
 
 
@@ -112,25 +116,36 @@ def gathered_queries(b_list, p_meta, p_query_rows, b_norm):
 
 
 @triton.jit
-def page_logits(
+def any_plane(b_words, j, ASM: tl.constexpr):
+    """Plane j, a number on the device, as fp16: code · 2^-24."""
+    if ASM:
+        b_plane = tl.inline_asm_elementwise(
+            "{ .reg .b32 s; and.b32 s, $2, 15; shr.b32 s, $1, s; and.b32 $0, s, 0x00030003; }",
+            "=r,r,r",
+            [b_words, tl.full(b_words.shape, 0, tl.uint16) + (2 * j).to(tl.uint16)],
+            dtype=tl.uint16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        b_plane = ((b_words.to(tl.int32) >> (2 * j)) & 3).to(tl.uint16)
+    return b_plane.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def key_page(
     i_part,  # page · H + head, int64
     p_words,
-    p_high,
     p_meta,
-    b_qg,  # [N, BLOCK_B] 4 · q · scale of the boosted channels
     b_q,  # [N, BLOCK_D] normalized
     b_qt,  # its transpose
     o_t,
     o_c,
-    o_b,
     ROWS: tl.constexpr,
     D: tl.constexpr,
-    D_BOOST: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    ASM: tl.constexpr,
 ):
-    """Σ q·scale·code of the 8 planes, each ``[ROWS, N]`` and 4^(j mod 5)·2^-24 too large; Σ q·zero."""
+    """A key page's words ``[ROWS, BLOCK_D]``, (q · scale) transposed, and Σ q · zero."""
     p_page = p_meta + i_part * (2 * D)
     p_word = p_words + i_part * (ROWS * D) + o_t[:, None] * D + o_c[None, :]
     if D == BLOCK_D:
@@ -142,34 +157,49 @@ def page_logits(
         b_scale = tl.load(p_page + o_c, mask=m_c, other=0.0)
         b_zero = tl.load(p_page + D + o_c, mask=m_c, other=0.0)
         b_w = tl.load(p_word, mask=m_c[None, :] & (o_t[:, None] >= 0), other=0)
-    b_qs = tl.trans(b_q * b_scale[None, :])
     b_z = tl.dot(tl.broadcast_to(b_zero[None, :], (ROWS, BLOCK_D)), b_qt)
+    return b_w, tl.trans(b_q * b_scale[None, :]), b_z
+
+
+@triton.jit
+def high_words(p_page, o_t, o_b, D_BOOST: tl.constexpr, BLOCK_B: tl.constexpr):
+    """A key page's high planes ``[ROWS, BLOCK_B]``."""
+    p_word = p_page + o_t[:, None] * D_BOOST + o_b[None, :]
+    if D_BOOST == BLOCK_B:  # noqa: SIM108
+        b_h = tl.load(p_word)
+    else:
+        b_h = tl.load(p_word, mask=(o_b < D_BOOST)[None, :] & (o_t[:, None] >= 0), other=0)
+    return b_h
+
+
+@triton.jit
+def plane_dots(b_w, b_q, ASM: tl.constexpr):
+    """Products of the 8 planes of ``[ROWS, C]`` words with ``[C, N]``, 4^(j mod 5) · 2^-24 large."""
     b_w5 = shift_words(b_w, ASM)
-    b_s0 = tl.dot(plane(b_w, b_w5, 0, ASM), b_qs)
-    b_s1 = tl.dot(plane(b_w, b_w5, 1, ASM), b_qs)
-    b_s2 = tl.dot(plane(b_w, b_w5, 2, ASM), b_qs)
-    b_s3 = tl.dot(plane(b_w, b_w5, 3, ASM), b_qs)
-    b_s4 = tl.dot(plane(b_w, b_w5, 4, ASM), b_qs)
-    b_s5 = tl.dot(plane(b_w, b_w5, 5, ASM), b_qs)
-    b_s6 = tl.dot(plane(b_w, b_w5, 6, ASM), b_qs)
-    b_s7 = tl.dot(plane(b_w, b_w5, 7, ASM), b_qs)
-    if D_BOOST > 0:
-        p_word = p_high + i_part * (ROWS * D_BOOST) + o_t[:, None] * D_BOOST + o_b[None, :]
-        if D_BOOST == BLOCK_B:
-            b_h = tl.load(p_word)
-        else:
-            b_h = tl.load(p_word, mask=(o_b < D_BOOST)[None, :] & (o_t[:, None] >= 0), other=0)
-        b_h5 = shift_words(b_h, ASM)
-        b_qh = tl.trans(b_qg)
-        b_s0 = tl.dot(plane(b_h, b_h5, 0, ASM), b_qh, b_s0)
-        b_s1 = tl.dot(plane(b_h, b_h5, 1, ASM), b_qh, b_s1)
-        b_s2 = tl.dot(plane(b_h, b_h5, 2, ASM), b_qh, b_s2)
-        b_s3 = tl.dot(plane(b_h, b_h5, 3, ASM), b_qh, b_s3)
-        b_s4 = tl.dot(plane(b_h, b_h5, 4, ASM), b_qh, b_s4)
-        b_s5 = tl.dot(plane(b_h, b_h5, 5, ASM), b_qh, b_s5)
-        b_s6 = tl.dot(plane(b_h, b_h5, 6, ASM), b_qh, b_s6)
-        b_s7 = tl.dot(plane(b_h, b_h5, 7, ASM), b_qh, b_s7)
-    return b_z, b_s0, b_s1, b_s2, b_s3, b_s4, b_s5, b_s6, b_s7
+    s0 = tl.dot(plane(b_w, b_w5, 0, ASM), b_q)
+    s1 = tl.dot(plane(b_w, b_w5, 1, ASM), b_q)
+    s2 = tl.dot(plane(b_w, b_w5, 2, ASM), b_q)
+    s3 = tl.dot(plane(b_w, b_w5, 3, ASM), b_q)
+    s4 = tl.dot(plane(b_w, b_w5, 4, ASM), b_q)
+    s5 = tl.dot(plane(b_w, b_w5, 5, ASM), b_q)
+    s6 = tl.dot(plane(b_w, b_w5, 6, ASM), b_q)
+    s7 = tl.dot(plane(b_w, b_w5, 7, ASM), b_q)
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
+@triton.jit
+def add_plane_dots(b_w, b_q, s0, s1, s2, s3, s4, s5, s6, s7, ASM: tl.constexpr):
+    """The same, added to earlier sums."""
+    b_w5 = shift_words(b_w, ASM)
+    s0 = tl.dot(plane(b_w, b_w5, 0, ASM), b_q, s0)
+    s1 = tl.dot(plane(b_w, b_w5, 1, ASM), b_q, s1)
+    s2 = tl.dot(plane(b_w, b_w5, 2, ASM), b_q, s2)
+    s3 = tl.dot(plane(b_w, b_w5, 3, ASM), b_q, s3)
+    s4 = tl.dot(plane(b_w, b_w5, 4, ASM), b_q, s4)
+    s5 = tl.dot(plane(b_w, b_w5, 5, ASM), b_q, s5)
+    s6 = tl.dot(plane(b_w, b_w5, 6, ASM), b_q, s6)
+    s7 = tl.dot(plane(b_w, b_w5, 7, ASM), b_q, s7)
+    return s0, s1, s2, s3, s4, s5, s6, s7
 
 
 @triton.jit
@@ -226,9 +256,26 @@ def value_meta(p_page, o_g, ROWS: tl.constexpr, STRIDE_ZERO: tl.constexpr, FUSED
 
 
 @triton.jit
-def scaled_weights(b_e, b_scale, GAIN: tl.constexpr):
+def scaled_weights(b_e, b_scale, GAIN: tl.constexpr, MOVMATRIX: tl.constexpr):
     """P · scale · GAIN in fp16 ``[ROWS, N]``."""
-    return (b_e * (b_scale.to(tl.float32) * GAIN)[:, None]).to(tl.float16)
+    b_p = (b_e * (b_scale.to(tl.float32) * GAIN)[:, None]).to(tl.float16)
+    if MOVMATRIX:
+        # A result of tensor cores holds pairs of queries, their next operand pairs of tokens. One
+        # instruction transposes an 8 × 8 block across the warp; the permutation below undoes it
+        # in the tensor's indices, and costs nothing.
+        b_p = tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            "=r,r",
+            [b_p],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+        ROWS: tl.constexpr = b_e.shape[0]
+        N: tl.constexpr = b_e.shape[1]
+        b_p = tl.permute(tl.reshape(b_p, (ROWS // 8, 8, N // 8, 8)), (0, 3, 2, 1))
+        b_p = tl.reshape(b_p, (ROWS, N))
+    return b_p
 
 
 @triton.jit
@@ -251,6 +298,13 @@ def top_scale(v0, v1, v2, v3, v4, v5, v6, v7):
     b_v = tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3))
     b_v = tl.maximum(b_v, tl.maximum(tl.maximum(v4, v5), tl.maximum(v6, v7)))
     return tl.maximum(tl.max(b_v.to(tl.float32), 0), LEAST_SCALE)
+
+
+@triton.jit
+def exponent(x):
+    """The least integer n with x < 2^n, as fp32, without a conversion (x normal and positive)."""
+    biased = (x.to(tl.uint32, bitcast=True) >> 23) | 0x4B000000  # 2^23 + exponent + 127
+    return biased.to(tl.float32, bitcast=True) - 8388734.0
 
 
 @triton.jit
@@ -305,17 +359,6 @@ def wrapped(start, o_s, capacity):
 
 
 @triton.jit
-def ring_values(
-    b_acc, b_e, p_ring, start, o_t, o_v, D: tl.constexpr, VALUE_RING: tl.constexpr, ASM: tl.constexpr
-):
-    """Add Σ_n P_n · V_n of consecutive 16-bit tokens to ``[BLOCK_V, N]``."""
-    o_slot = wrapped(start, o_t, VALUE_RING)
-    p_token = p_ring + o_slot[None, :] * D + o_v[:, None]
-    b_v = tl.load(p_token, mask=(o_v < D)[:, None] & (o_t[None, :] >= 0), other=0.0)
-    return tl.dot(exact(b_v, ASM), exact(b_e.to(b_v.dtype), ASM), b_acc)
-
-
-@triton.jit
 def share_of(first, last, start, size, COST: tl.constexpr):
     """Which of ``size`` units fall to a split that takes work [first, last); they begin at start."""
     begin = (tl.maximum(first - start, 0) + COST - 1) // COST
@@ -365,12 +408,16 @@ def decode_kernel(
     VALUE_RING: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     ASM: tl.constexpr,
+    MOVMATRIX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (B · H, splits, query tiles · value chunks); a program takes its share of the work.
 
     The work of a sequence in order: tokens in 16 bit, pages whose values (of some query) are in
     16 bit, pages. Its division follows the length on the device, so the grid may be too large.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the merge may come up while this kernel runs
     N_ROWS: tl.constexpr = QUERIES_PER_KV * T
     N_CHUNKS: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
     ROWS: tl.constexpr = G // N_PLANES
@@ -382,7 +429,6 @@ def decode_kernel(
     i_chunk = tl.program_id(2) % N_CHUNKS
     i_b = (i_bh // num_heads).to(tl.int64)
     i_h = i_bh % num_heads
-    length = tl.load(p_seq_lens + i_b)
 
     # columns: query r = g·T + t of this KV head; surplus columns repeat the last
     o_n = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -394,6 +440,17 @@ def decode_kernel(
     o_t = tl.arange(0, ROWS)
     o_b = tl.arange(0, BLOCK_B)
     p_row = p_query + i_b * stride_query_b + o_head * stride_query_h + (o_r % T) * stride_query_t
+    # the pages' query: rows normalized to at most 1, the factor goes into κ
+    b_query = tl.load(p_row[:, None] + o_c[None, :], mask=(o_c < D)[None, :], other=0.0)
+    b_q = b_query.to(tl.float32)
+    b_largest = tl.maximum(tl.max(tl.abs(b_q), 1), LEAST_SCALE)
+    b_norm = tl.exp2(-tl.ceil(tl.log2(b_largest)))
+    b_q = (b_q * b_norm[:, None]).to(tl.float16)
+    b_qt = tl.trans(b_q)
+    scale = softmax_scale * LOG2_E
+    b_kappa = scale / b_norm
+    b_k0 = b_kappa * SUBNORMAL
+    length = tl.load(p_seq_lens + i_b)
     # tokens before each query's own; the earliest and latest query of the call bound the pages
     before = length - T + o_r % T  # [BLOCK_N]
     least = tl.maximum(length - T, 0)
@@ -407,7 +464,7 @@ def decode_kernel(
     blocks = sink_blocks + (num_ring + BLOCK_DENSE - 1) // BLOCK_DENSE
 
     start_mixed = blocks * DENSE_COST
-    start_pages = start_mixed + (key_pages - pages) * MIXED_COST
+    start_pages = start_mixed + (key_pages - pages) * (N_PLANES * PLANE_COST)
     work = start_pages + pages * PAGE_COST
     first = (work * i_split) // NUM_SPLITS
     last = (work * (i_split + 1)) // NUM_SPLITS
@@ -416,11 +473,10 @@ def decode_kernel(
     b_l = tl.zeros((ROWS, BLOCK_N), tl.float32)  # summed over rows at the end
     b_offset = tl.zeros((ROWS, BLOCK_N), tl.float32)  # Σ P·zero, likewise
     b_acc = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
-    scale = softmax_scale * LOG2_E
 
     begin, end = share_of(first, last, 0, blocks, DENSE_COST)
     if begin < end:
-        b_qt = tl.trans(tl.load(p_row[:, None] + o_c[None, :], mask=(o_c < D)[None, :], other=0.0))
+        b_dense_qt = tl.trans(b_query)
         o_s = tl.arange(0, BLOCK_DENSE)
         i_kv = i_bh.to(tl.int64)
         b_sum = tl.zeros((BLOCK_DENSE, BLOCK_N), tl.float32)
@@ -430,7 +486,9 @@ def decode_kernel(
             start = tl.where(in_sink, i * BLOCK_DENSE, ring_start + (i - sink_blocks) * BLOCK_DENSE)
             o_token = start + o_s + tl.where(in_sink, 0, SINK)
             m_s = o_token < tl.where(in_sink, num_sink, length)
-            p_k = tl.where(in_sink, p_sink_k + i_kv * (SINK * D), p_key_ring + i_kv * (KEY_RING * D))
+            p_k = tl.where(
+                in_sink, p_sink_k + i_kv * (SINK * D), p_key_ring + i_kv * (KEY_RING * D)
+            )
             o_slot = wrapped(start, o_s, tl.where(in_sink, SINK + BLOCK_DENSE, KEY_RING))
             m_k = m_s[:, None] & (o_c < D)[None, :]
             b_k = tl.load(p_k + o_slot[:, None] * D + o_c[None, :], mask=m_k, other=0.0)
@@ -440,7 +498,7 @@ def decode_kernel(
             o_slot = wrapped(start, o_s, tl.where(in_sink, SINK + BLOCK_DENSE, VALUE_RING))
             m_v = m_s[None, :] & (o_v < D)[:, None]
             b_v = tl.load(p_v + o_slot[None, :] * D + o_v[:, None], mask=m_v, other=0.0)
-            b_x = tl.dot(exact(b_k, ASM), exact(b_qt, ASM)) * scale
+            b_x = tl.dot(exact(b_k, ASM), exact(b_dense_qt, ASM)) * scale
             visible = m_s[:, None] & (o_n[None, :] >= 0)
             if T > 1:
                 paged = tl.where(in_sink, 0, SINK + num_pages(before, KEY_UNPAGED, G) * G)
@@ -454,111 +512,91 @@ def decode_kernel(
             b_acc = tl.dot(exact(b_v, ASM), exact(b_e.to(b_v.dtype), ASM), b_acc)
         b_l += tl.sum(b_sum, 0)[None, :] * (1.0 / ROWS)
 
-    # the pages' query: rows normalized to at most 1, the factor goes into κ
-    b_q = tl.load(p_row[:, None] + o_c[None, :], mask=(o_c < D)[None, :], other=0.0)
-    b_q = b_q.to(tl.float32)
-    b_largest = tl.maximum(tl.max(tl.abs(b_q), 1), LEAST_SCALE)
-    b_norm = tl.exp2(-tl.ceil(tl.log2(b_largest)))
-    b_q = (b_q * b_norm[:, None]).to(tl.float16)
-    b_qt = tl.trans(b_q)
-    b_kappa = scale / b_norm
-    b_k0 = b_kappa * SUBNORMAL
     p_key_row = p_key_table + i_b * stride_key_table
     p_value_row = p_value_table + i_b * stride_value_table
 
-    begin, end = share_of(first, last, start_mixed, key_pages - pages, MIXED_COST)
-    for i in tl.range(pages + begin, pages + end, num_stages=1):
+    begin, end = share_of(first, last, start_mixed, (key_pages - pages) * N_PLANES, PLANE_COST)
+    p_ring = p_value_ring + i_bh.to(tl.int64) * (VALUE_RING * D)
+    begin += pages * N_PLANES
+    end += pages * N_PLANES
+    for i in tl.range(begin // N_PLANES, (end + N_PLANES - 1) // N_PLANES, num_stages=1):
         i_part = tl.maximum(tl.load(p_key_row + i), 0).to(tl.int64) * num_heads + i_h
-        b_qg = b_q
+        b_w, b_qs, b_z = key_page(
+            i_part, p_key_words, p_key_meta, b_q, b_qt, o_t, o_c, ROWS, D, BLOCK_D
+        )
+        b_h, b_qh = b_w, b_qs
         if D_BOOST > 0:
-            b_list = tl.load(p_key_boosted + i_part * D_BOOST + o_b, mask=o_b < D_BOOST, other=0)
-            b_qg = gathered_queries(b_list, p_key_meta + i_part * (2 * D), p_row, b_norm)
-        b_z, s0, s1, s2, s3, s4, s5, s6, s7 = page_logits(
-            i_part, p_key_words, p_key_high, p_key_meta, b_qg, b_q, b_qt, o_t, o_c, o_b,
-            ROWS, D, D_BOOST, BLOCK_D, BLOCK_B, ASM,
-        )  # fmt: skip
+            b_list = load_list(p_key_boosted + i_part * D_BOOST, o_b, D_BOOST, BLOCK_B)
+            b_qh = tl.trans(gathered_queries(b_list, p_key_meta + i_part * (2 * D), p_row, b_norm))
+            b_h = high_words(p_key_high + i_part * (ROWS * D_BOOST), o_t, o_b, D_BOOST, BLOCK_B)
         unseen = i >= num_pages(before, KEY_UNPAGED, G)
         b_z = b_z * b_kappa[None, :] + tl.where(unseen, float("-inf"), 0.0)[None, :]
-        b_m, b_alpha = raised(b_m, largest_logit(b_z, s0, s1, s2, s3, s4, s5, s6, s7, b_k0))
-        b_z -= b_m[None, :]
-        e0 = tl.exp2(s0 * b_k0[None, :] + b_z)
-        e1 = tl.exp2(s1 * (b_k0 * 0.25)[None, :] + b_z)
-        e2 = tl.exp2(s2 * (b_k0 * 0.0625)[None, :] + b_z)
-        e3 = tl.exp2(s3 * (b_k0 * 0.015625)[None, :] + b_z)
-        e4 = tl.exp2(s4 * (b_k0 * 0.00390625)[None, :] + b_z)
-        e5 = tl.exp2(s5 * b_k0[None, :] + b_z)
-        e6 = tl.exp2(s6 * (b_k0 * 0.25)[None, :] + b_z)
-        e7 = tl.exp2(s7 * (b_k0 * 0.0625)[None, :] + b_z)
-        b_l = b_l * b_alpha[None, :] + (e0 + e1 + e2 + e3 + e4 + e5 + e6 + e7)
-        b_offset = b_offset * b_alpha[None, :]
-        b_acc = b_acc * b_alpha[None, :]
-        # queries whose value page this is take it quantized, the others from the ring
-        in_page = i < num_pages(before, VALUE_UNPAGED, G)
-        b_ring = tl.where(in_page, 0.0, 1.0)[None, :]
-        p_ring = p_value_ring + i_bh.to(tl.int64) * (VALUE_RING * D)
-        b_acc = ring_values(b_acc, e0 * b_ring, p_ring, i * G, o_t, o_v, D, VALUE_RING, ASM)
-        b_acc = ring_values(b_acc, e1 * b_ring, p_ring, i * G + ROWS, o_t, o_v, D, VALUE_RING, ASM)
-        b_acc = ring_values(b_acc, e2 * b_ring, p_ring, i * G + 2 * ROWS, o_t, o_v, D, VALUE_RING, ASM)
-        b_acc = ring_values(b_acc, e3 * b_ring, p_ring, i * G + 3 * ROWS, o_t, o_v, D, VALUE_RING, ASM)
-        b_acc = ring_values(b_acc, e4 * b_ring, p_ring, i * G + 4 * ROWS, o_t, o_v, D, VALUE_RING, ASM)
-        b_acc = ring_values(b_acc, e5 * b_ring, p_ring, i * G + 5 * ROWS, o_t, o_v, D, VALUE_RING, ASM)
-        b_acc = ring_values(b_acc, e6 * b_ring, p_ring, i * G + 6 * ROWS, o_t, o_v, D, VALUE_RING, ASM)
-        b_acc = ring_values(b_acc, e7 * b_ring, p_ring, i * G + 7 * ROWS, o_t, o_v, D, VALUE_RING, ASM)
-        if T > 1:  # noqa: SIM102
-            if i < num_pages(length - 1, VALUE_UNPAGED, G):
-                b_ring = 1.0 - b_ring
-                i_part = tl.maximum(tl.load(p_value_row + i), 0).to(tl.int64) * num_heads + i_h
-                p_page = p_value_meta + i_part * (2 * N_GROUPS * G)
-                p_page += i_chunk * BLOCK_V // GROUP * G + o_t
-                b_w = load_value_words(p_value_words + i_part * (ROWS * D), o_t, o_v, D, BLOCK_V)
-                v0, v1, v2, v3, v4, v5, v6, v7, z0, z1, z2, z3, z4, z5, z6, z7 = value_meta(
-                    p_page, 0, ROWS, N_GROUPS * G, False
-                )
-                b_top = top_scale(v0, v1, v2, v3, v4, v5, v6, v7)
-                b_unit = P_GAIN / b_top
-                b_page = page_values(
-                    tl.zeros((BLOCK_V, BLOCK_N), tl.float32),
-                    b_w,
-                    scaled_weights(e0 * b_ring, v0, b_unit),
-                    scaled_weights(e1 * b_ring, v1, b_unit * 0.25),
-                    scaled_weights(e2 * b_ring, v2, b_unit * 0.0625),
-                    scaled_weights(e3 * b_ring, v3, b_unit * 0.015625),
-                    scaled_weights(e4 * b_ring, v4, b_unit * 0.00390625),
-                    scaled_weights(e5 * b_ring, v5, b_unit),
-                    scaled_weights(e6 * b_ring, v6, b_unit * 0.25),
-                    scaled_weights(e7 * b_ring, v7, b_unit * 0.0625),
-                    ASM,
-                )
-                b_acc += b_page * (SUBNORMAL / b_unit)
-                b_offset += b_ring * weighted_zeros(
-                    e0, e1, e2, e3, e4, e5, e6, e7, z0, z1, z2, z3, z4, z5, z6, z7
-                )
+        # queries whose value page this is too take it quantized, the others from the ring
+        in_ring = tl.where(i < num_pages(before, VALUE_UNPAGED, G), 0.0, 1.0)
+        first_plane = tl.maximum(begin - i * N_PLANES, 0)
+        last_plane = tl.minimum(end - i * N_PLANES, N_PLANES)
+        for j in tl.range(first_plane, last_plane, num_stages=1):
+            b_x = tl.dot(any_plane(b_w, j, ASM), b_qs)
+            if D_BOOST > 0:
+                b_x = tl.dot(any_plane(b_h, j, ASM), b_qh, b_x)
+            b_x = b_x * b_k0[None, :] + b_z
+            b_m, b_alpha = raised(b_m, tl.max(b_x, 0))
+            b_e = tl.exp2(b_x - b_m[None, :])
+            b_l = b_l * b_alpha[None, :] + b_e
+            b_offset = b_offset * b_alpha[None, :]
+            b_acc = b_acc * b_alpha[None, :]
+            b_p = b_e * in_ring[None, :]
+            o_slot = wrapped(i * G + j * ROWS, o_t, VALUE_RING)
+            m_v = (o_v < D)[:, None] & (o_slot[None, :] >= 0)
+            b_v = tl.load(p_ring + o_slot[None, :] * D + o_v[:, None], mask=m_v, other=0.0)
+            b_acc = tl.dot(exact(b_v, ASM), exact(b_p.to(b_v.dtype), ASM), b_acc)
+            if T > 1:  # noqa: SIM102
+                if i < num_pages(length - 1, VALUE_UNPAGED, G):
+                    b_rest = b_e - b_p
+                    page = tl.maximum(tl.load(p_value_row + i), 0).to(tl.int64)
+                    i_value = page * num_heads + i_h
+                    p_page = p_value_meta + i_value * (2 * N_GROUPS * G) + j * ROWS + o_t
+                    p_page += i_chunk * BLOCK_V // GROUP * G
+                    b_scale = tl.load(p_page).to(tl.float32)
+                    b_zero = tl.load(p_page + N_GROUPS * G).to(tl.float32)
+                    b_offset += b_rest * b_zero[:, None]
+                    # in units of the largest scale, so that the products fit fp16
+                    unit = tl.maximum(tl.max(b_scale, 0), LEAST_SCALE)
+                    b_rest = (b_rest * (b_scale * (1.0 / unit))[:, None]).to(tl.float16)
+                    p_word = p_value_words + i_value * (ROWS * D)
+                    b_u = load_value_words(p_word, o_t, o_v, D, BLOCK_V)
+                    b_acc += tl.dot(any_plane(b_u, j, ASM), b_rest) * (unit * SUBNORMAL)
 
     # from here on the accumulator is in units of 2^-24 · P_GAIN
     b_acc = b_acc * (P_GAIN / SUBNORMAL)
     begin, end = share_of(first, last, start_pages, pages, PAGE_COST)
-    key_page = tl.load(p_key_row + begin, mask=begin < end, other=0)
-    value_page = tl.load(p_value_row + begin, mask=begin < end, other=0)
+    key_id = tl.load(p_key_row + begin, mask=begin < end, other=0)
+    value_id = tl.load(p_value_row + begin, mask=begin < end, other=0)
     b_next = tl.zeros((BLOCK_B,), tl.uint8)
     if D_BOOST > 0:
-        i_part = tl.maximum(key_page, 0).to(tl.int64) * num_heads + i_h
+        i_part = tl.maximum(key_id, 0).to(tl.int64) * num_heads + i_h
         m_b = o_b < tl.where(begin < end, D_BOOST, 0)
         b_next = tl.load(p_key_boosted + i_part * D_BOOST + o_b, mask=m_b, other=0)
     for i in range(begin, end):
-        i_part = tl.maximum(key_page, 0).to(tl.int64) * num_heads + i_h
-        i_value = tl.maximum(value_page, 0).to(tl.int64) * num_heads + i_h
-        key_page = tl.load(p_key_row + i + 1, mask=i + 1 < end, other=0)
-        value_page = tl.load(p_value_row + i + 1, mask=i + 1 < end, other=0)
+        i_part = tl.maximum(key_id, 0).to(tl.int64) * num_heads + i_h
+        i_value = tl.maximum(value_id, 0).to(tl.int64) * num_heads + i_h
+        key_id = tl.load(p_key_row + i + 1, mask=i + 1 < end, other=0)
+        value_id = tl.load(p_value_row + i + 1, mask=i + 1 < end, other=0)
         b_qg = b_q
         if D_BOOST > 0:
             b_qg = gathered_queries(b_next, p_key_meta + i_part * (2 * D), p_row, b_norm)
-        b_z, s0, s1, s2, s3, s4, s5, s6, s7 = page_logits(
-            i_part, p_key_words, p_key_high, p_key_meta, b_qg, b_q, b_qt, o_t, o_c, o_b,
-            ROWS, D, D_BOOST, BLOCK_D, BLOCK_B, ASM,
-        )  # fmt: skip
+        b_w, b_qs, b_z = key_page(
+            i_part, p_key_words, p_key_meta, b_q, b_qt, o_t, o_c, ROWS, D, BLOCK_D
+        )
+        s0, s1, s2, s3, s4, s5, s6, s7 = plane_dots(b_w, b_qs, ASM)
         if D_BOOST > 0:
+            p_page = p_key_high + i_part * (ROWS * D_BOOST)
+            b_h = high_words(p_page, o_t, o_b, D_BOOST, BLOCK_B)
+            s0, s1, s2, s3, s4, s5, s6, s7 = add_plane_dots(
+                b_h, tl.trans(b_qg), s0, s1, s2, s3, s4, s5, s6, s7, ASM
+            )
             # one page ahead: the gathers that depend on the list stand at the top of the loop
-            i_part = tl.maximum(key_page, 0).to(tl.int64) * num_heads + i_h
+            i_part = tl.maximum(key_id, 0).to(tl.int64) * num_heads + i_h
             b_next = load_list(p_key_boosted + i_part * D_BOOST, o_b, D_BOOST, BLOCK_B)
         b_z = b_z * b_kappa[None, :]
         b_top = largest_logit(b_z, s0, s1, s2, s3, s4, s5, s6, s7, b_k0)
@@ -572,7 +610,7 @@ def decode_kernel(
             v0, v1, v2, v3, v4, v5, v6, v7, z0, z1, z2, z3, z4, z5, z6, z7 = value_meta(
                 p_page, 0, ROWS, N_GROUPS * G, False
             )
-        b_top += tl.log2(top_scale(v0, v1, v2, v3, v4, v5, v6, v7))
+        b_top += exponent(top_scale(v0, v1, v2, v3, v4, v5, v6, v7))
         if tl.max(b_top - b_m, 0) > LAZY_BITS:
             b_m, b_alpha = raised(b_m, b_top)
             b_l = b_l * b_alpha[None, :]
@@ -588,17 +626,15 @@ def decode_kernel(
         e6 = tl.exp2(s6 * (b_k0 * 0.25)[None, :] + b_z)
         e7 = tl.exp2(s7 * (b_k0 * 0.0625)[None, :] + b_z)
         b_l += e0 + e1 + e2 + e3 + e4 + e5 + e6 + e7
-        b_offset += weighted_zeros(
-            e0, e1, e2, e3, e4, e5, e6, e7, z0, z1, z2, z3, z4, z5, z6, z7
-        )
-        p0 = scaled_weights(e0, v0, P_GAIN)
-        p1 = scaled_weights(e1, v1, P_GAIN * 0.25)
-        p2 = scaled_weights(e2, v2, P_GAIN * 0.0625)
-        p3 = scaled_weights(e3, v3, P_GAIN * 0.015625)
-        p4 = scaled_weights(e4, v4, P_GAIN * 0.00390625)
-        p5 = scaled_weights(e5, v5, P_GAIN)
-        p6 = scaled_weights(e6, v6, P_GAIN * 0.25)
-        p7 = scaled_weights(e7, v7, P_GAIN * 0.0625)
+        b_offset += weighted_zeros(e0, e1, e2, e3, e4, e5, e6, e7, z0, z1, z2, z3, z4, z5, z6, z7)
+        p0 = scaled_weights(e0, v0, P_GAIN, MOVMATRIX)
+        p1 = scaled_weights(e1, v1, P_GAIN * 0.25, MOVMATRIX)
+        p2 = scaled_weights(e2, v2, P_GAIN * 0.0625, MOVMATRIX)
+        p3 = scaled_weights(e3, v3, P_GAIN * 0.015625, MOVMATRIX)
+        p4 = scaled_weights(e4, v4, P_GAIN * 0.00390625, MOVMATRIX)
+        p5 = scaled_weights(e5, v5, P_GAIN, MOVMATRIX)
+        p6 = scaled_weights(e6, v6, P_GAIN * 0.25, MOVMATRIX)
+        p7 = scaled_weights(e7, v7, P_GAIN * 0.0625, MOVMATRIX)
         b_w = load_value_words(p_value_words + i_value * (ROWS * D), o_t, o_v, D, BLOCK_V)
         b_acc = page_values(b_acc, b_w, p0, p1, p2, p3, p4, p5, p6, p7, ASM)
 
@@ -640,7 +676,7 @@ def launch_plan(queries_per_kv: int, num_tokens: int, head_dim: int) -> Plan:
         tiles=-(-rows // block_n),
         block_v=block_v,
         chunks=-(-head_dim // block_v),
-        num_warps=1 if block_n <= 16 else 2,
+        num_warps=1 if block_n <= 16 else 4,
     )
 
 
@@ -710,5 +746,7 @@ def launch_decode(
         VALUE_RING=buffers.value_ring.shape[2],
         NUM_SPLITS=num_splits,
         ASM=query.is_cuda,
+        MOVMATRIX=query.is_cuda and MOVMATRIX_HOLDS,
+        EARLY=num_splits > 1 and launches_early(query),
         **{"num_warps": plan.num_warps, "num_stages": 2, **options},
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-MOST_ELEMENTS = 8192  # of one block of parts
+MOST_ELEMENTS = 16384  # of one block of parts
 
 
 @triton.jit
@@ -27,8 +27,11 @@ def merge_states_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (N, ceil(D / BLOCK_D))."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # launched while the kernel before still runs
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_s = tl.arange(0, BLOCK_S)
@@ -46,12 +49,13 @@ def merge_states_kernel(
     for start in range(0, num_parts, BLOCK_S):
         m_s = start + o_s < num_parts
         b_lse = tl.load(p_lse + start + o_s, mask=m_s, other=float("-inf"))
+        p_part = p_outputs + (start + o_s)[:, None] * D + o_c[None, :]
+        b_part = tl.load(p_part, mask=m_s[:, None] & m_c[None, :], other=0.0).to(tl.float32)
         b_weight = tl.exp2((b_lse - top) * LOG2_E)
         b_sum += b_weight
         # a part without keys may hold anything, NaN too
-        p_part = p_outputs + (start + o_s)[:, None] * D + o_c[None, :]
-        b_part = tl.load(p_part, mask=(b_weight != 0.0)[:, None] & m_c[None, :], other=0.0)
-        b_acc += b_part.to(tl.float32) * b_weight[:, None]
+        b_part = tl.where((b_weight != 0.0)[:, None], b_part, 0.0)
+        b_acc += b_part * b_weight[:, None]
     total = tl.sum(b_sum, 0)
     empty = total == 0.0
     b_out = tl.sum(b_acc, 0) / tl.where(empty, 1.0, total)
@@ -60,10 +64,25 @@ def merge_states_kernel(
         tl.store(p_total + i_n, tl.where(empty, float("-inf"), top + tl.log2(total) * LN_2))
 
 
+def launches_early(tensor: Tensor) -> bool:
+    """Whether a kernel may be launched before its predecessor ends and wait for it on the device.
+
+    Programmatic dependent launch: Hopper and later, and a Triton that knows it.
+    """
+    import torch  # the kernel above needs Triton alone
+
+    return (
+        tensor.is_cuda
+        and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+        and hasattr(tl.extra.cuda, "gdc_wait")
+    )
+
+
 def launch_merge_states(outputs: Tensor, lse: Tensor, out: Tensor, total: Tensor) -> None:
     """Launch the kernel on contiguous ``[..., S, D]`` and ``[..., S]``."""
+    early = launches_early(outputs)
     num_parts, head_dim = outputs.shape[-2:]
-    block_s = min(64, triton.next_power_of_2(num_parts))
+    block_s = min(256, triton.next_power_of_2(num_parts))
     # many parts: several programs a query, so that few queries still fill the GPU
     block_d = triton.next_power_of_2(head_dim)
     if num_parts > 16:
@@ -78,5 +97,7 @@ def launch_merge_states(outputs: Tensor, lse: Tensor, out: Tensor, total: Tensor
         D=head_dim,
         BLOCK_D=block_d,
         BLOCK_S=block_s,
+        EARLY=early,
         num_warps=1 if num_parts <= 16 else 4,
+        **({"launch_pdl": True} if early else {}),
     )
