@@ -29,7 +29,14 @@ from kitty.ops.dequantize_pages import dequantize_key_pages
 from kitty.ops.dispatch import interpreting
 from kitty.ops.quantize_pages import quantize_pages
 from kitty.ops.quantize_pages.kernel import as_int32
-from kitty.pages import BufferLayout, KeyPages, empty_buffers, empty_key_pages, empty_value_pages
+from kitty.pages import (
+    BufferLayout,
+    KeyPages,
+    boost_index,
+    empty_buffers,
+    empty_key_pages,
+    empty_value_pages,
+)
 
 # inf in a constant group: the product is dropped, but the interpreter's numpy speaks up
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -148,6 +155,32 @@ def test_a_large_seed_stays_a_32_bit_argument() -> None:
     assert as_int32(2**32 - 5) == -5
     assert as_int32(7) == 7
     assert as_int32(2**31) == -(2**31)
+
+
+def test_the_ops_are_registered_with_schemas_and_shapes_that_hold() -> None:
+    case = Case(head_dim=16, heads=2, lengths=(140,), window=0)
+    k, v = random_tokens(dataclasses.replace(case, special=False), "cpu")
+    keys, values = storage(case, 2, "cpu")
+    table = torch.tensor([[1]], dtype=torch.int32)
+    lens = torch.tensor(case.lengths, dtype=torch.int32)
+    layout = BufferLayout.of(case.method, case.head_dim, largest_call=140)
+    buffers = empty_buffers(layout, 1, 2, case.dtype)
+    plain = (3, 0, 0, "magnitude", 0, LAYER)
+    for part in (*keys, *values, *buffers):
+        part.zero_()
+    index = boost_index(keys.boosted[table], case.head_dim)
+    with interpreting(False):
+        for op, arguments in (
+            ("quantize_pages", (k, v, *keys, *values, table, table, lens, *plain)),
+            (
+                "append",
+                (k, v, *keys, *values, table, table, *buffers, lens, lens, None, *plain),
+            ),
+            ("dequantize_keys", (*keys, index, table, torch.float16)),
+            ("dequantize_values", (*values, table, torch.float16)),
+        ):
+            checks = ("test_schema", "test_faketensor")
+            torch.library.opcheck(getattr(torch.ops.kitty, op), arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("wrong", ["heads", "dtype", "table", "lengths", "boost"])

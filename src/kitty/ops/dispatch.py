@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 # Triton decides at import whether its kernels are compiled or interpreted, so does this module.
@@ -19,6 +20,13 @@ def runs_kernel(tensor: Tensor) -> bool:
     when Kitty was imported: then they run the kernels in Triton's interpreter.
     """
     return tensor.device.type == "cuda" or _interpret
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the tensor's GPU the current one: Triton launches there, wherever the tensors are."""
+    if tensor.device.type == "cuda":
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

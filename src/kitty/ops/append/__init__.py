@@ -6,7 +6,7 @@ from torch import Tensor
 from kitty.methods import Method
 from kitty.ops.append.reference import append_reference
 from kitty.ops.checks import check_buffers, check_call, check_storage
-from kitty.ops.dispatch import runs_kernel
+from kitty.ops.dispatch import on_device_of, runs_kernel
 from kitty.ops.quantize_pages.reference import packed_method
 from kitty.pages import Buffers, KeyPages, PageLayout, ValuePages
 
@@ -130,15 +130,16 @@ def _append(
         return
     from kitty.ops.append.kernel import launch_append
 
-    launch_append(
-        *tensors,
-        sink=sink,
-        window=window,
-        rollback=rollback,
-        selection=selection,
-        seed=seed,
-        layer=layer,
-    )
+    with on_device_of(k):
+        launch_append(
+            *tensors,
+            sink=sink,
+            window=window,
+            rollback=rollback,
+            selection=selection,
+            seed=seed,
+            layer=layer,
+        )
 
 
 @_append.register_fake

@@ -7,7 +7,7 @@ from kitty.ops.dequantize_pages.reference import (
     dequantize_keys_reference,
     dequantize_values_reference,
 )
-from kitty.ops.dispatch import runs_kernel
+from kitty.ops.dispatch import on_device_of, runs_kernel
 from kitty.pages import KeyPages, ValuePages, boost_index
 
 
@@ -57,7 +57,8 @@ def _dequantize_keys(
     from kitty.ops.dequantize_pages.kernel import launch_dequantize_keys
 
     out = _out(words, table, dtype)
-    launch_dequantize_keys(keys, index, table, out)
+    with on_device_of(words):
+        launch_dequantize_keys(keys, index, table, out)
     return out
 
 
@@ -78,7 +79,8 @@ def _dequantize_values(
     from kitty.ops.dequantize_pages.kernel import launch_dequantize_values
 
     out = _out(words, table, dtype)
-    launch_dequantize_values(values, table, out)
+    with on_device_of(words):
+        launch_dequantize_values(values, table, out)
     return out
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kitty.methods import Method
 from kitty.ops.checks import check_call, check_storage
-from kitty.ops.dispatch import runs_kernel
+from kitty.ops.dispatch import on_device_of, runs_kernel
 from kitty.ops.quantize_pages.reference import packed_method, quantize_pages_reference
 from kitty.pages import KeyPages, PageLayout, ValuePages
 
@@ -107,21 +107,22 @@ def _quantize_pages(
         return
     from kitty.ops.quantize_pages.kernel import launch_quantize_pages
 
-    launch_quantize_pages(
-        k,
-        v,
-        keys,
-        values,
-        key_table,
-        value_table,
-        seq_lens,
-        sink=sink,
-        window=window,
-        rollback=rollback,
-        selection=selection,
-        seed=seed,
-        layer=layer,
-    )
+    with on_device_of(k):
+        launch_quantize_pages(
+            k,
+            v,
+            keys,
+            values,
+            key_table,
+            value_table,
+            seq_lens,
+            sink=sink,
+            window=window,
+            rollback=rollback,
+            selection=selection,
+            seed=seed,
+            layer=layer,
+        )
 
 
 @_quantize_pages.register_fake
