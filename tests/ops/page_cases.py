@@ -261,6 +261,25 @@ def assert_tokens_kept(
             assert_bits_equal(ring[b].cpu()[:, slots], tokens[b].cpu()[:, tail])
 
 
+def check_far_pages(device: str) -> None:
+    """A page behind 2^31 elements is written and read where it belongs."""
+    case = Case(head_dim=64, heads=1, lengths=(140,), window=0, boost_ratio=1.0)
+    far = 2**31 // (16 * 64) + 3
+    k, v = random_tokens(case, device)
+    # nearly all of it is never touched, so on a CPU the memory is only promised
+    keys = empty_key_pages(case.layout, far + 1, 1, device)
+    values = empty_value_pages(case.layout, far + 1, 1, device)
+    table = torch.tensor([[far]], dtype=torch.int32, device=device)
+    lens = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    quantize_pages(k, v, keys, values, table, table, lens, case.method, layer=LAYER)
+    want_keys, want_values = expected_pages(k, v, case)
+    for part, want in zip((*keys, *values), (*want_keys[0], *want_values[0]), strict=True):
+        assert_bits_equal(part[far], want[0])
+    near = KeyPages(*(part[far:] for part in keys))
+    got = dequantize_key_pages(keys, table, torch.float16)
+    assert_bits_equal(got, dequantize_key_pages(near, torch.zeros_like(table), torch.float16))
+
+
 def assert_bits_equal(got: Tensor, want: Tensor) -> None:
     """The same bits, NaN included."""
     assert torch.equal(as_bytes(got), as_bytes(want))

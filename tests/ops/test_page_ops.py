@@ -10,12 +10,11 @@ from page_cases import (
     CASES,
     LAYER,
     Case,
-    as_bytes,
-    assert_bits_equal,
     assert_pages_equal,
     assert_tokens_kept,
     check_append,
     check_dequantize,
+    check_far_pages,
     check_quantize_pages,
     expected_pages,
     poisoned,
@@ -25,17 +24,13 @@ from page_cases import (
 
 from kitty.errors import KittyError
 from kitty.ops.append import append
-from kitty.ops.dequantize_pages import dequantize_key_pages
 from kitty.ops.dispatch import interpreting
 from kitty.ops.quantize_pages import quantize_pages
 from kitty.ops.quantize_pages.kernel import as_int32
 from kitty.pages import (
     BufferLayout,
-    KeyPages,
     boost_index,
     empty_buffers,
-    empty_key_pages,
-    empty_value_pages,
 )
 
 # inf in a constant group: the product is dropped, but the interpreter's numpy speaks up
@@ -123,21 +118,7 @@ def test_a_call_longer_than_the_ring_keeps_the_tokens_that_count(device: str) ->
 
 
 def test_pages_behind_two_to_the_31_elements_are_addressed(device: str) -> None:
-    case = Case(head_dim=64, heads=1, lengths=(140,), window=0, boost_ratio=1.0)
-    far = 2**31 // (16 * 64) + 3
-    k, v = random_tokens(case, device)
-    # nearly all of it is never touched, so the memory is only promised
-    keys = empty_key_pages(case.layout, far + 1, 1, device)
-    values = empty_value_pages(case.layout, far + 1, 1, device)
-    table = torch.tensor([[far]], dtype=torch.int32, device=device)
-    lens = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    quantize_pages(k, v, keys, values, table, table, lens, case.method, layer=LAYER)
-    want_keys, want_values = expected_pages(k, v, case)
-    for part, want in zip((*keys, *values), (*want_keys[0], *want_values[0]), strict=True):
-        assert torch.equal(as_bytes(part[far]), as_bytes(want[0]))
-    near = KeyPages(*(part[far:] for part in keys))
-    got = dequantize_key_pages(keys, table, torch.float16)
-    assert_bits_equal(got, dequantize_key_pages(near, torch.zeros_like(table), torch.float16))
+    check_far_pages(device)
 
 
 def test_a_page_without_an_id_is_skipped(device: str) -> None:

@@ -69,6 +69,10 @@ def test_random_configurations_give_the_bytes_of_the_reference(seed: int) -> Non
     check_dequantize(case, DEVICE, case.dtype)
 
 
+def test_pages_behind_two_to_the_31_elements_are_addressed() -> None:
+    page_cases.check_far_pages(DEVICE)
+
+
 def test_variance_selects_as_the_reference_on_ordinary_keys() -> None:
     check_quantize_pages(Case(head_dim=128, selection="variance", special=False), DEVICE)
 
