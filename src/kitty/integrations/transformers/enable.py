@@ -52,6 +52,7 @@ def enable(
     resolved = get_method(method, **overrides)
     if cache not in CACHES:
         raise KittyError(f"cache is {cache!r}, which is not known: use {' or '.join(CACHES)}.")
+    CACHES[cache](resolved)  # says now, not at the first generate(), what it cannot hold
     check_model(model)
     disable(model)
     configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
