@@ -10,15 +10,15 @@ rule obtain_model:
     resources:
         mem_mb=EXPERIMENT.memory_mb,
     params:
-        experiment=SOURCE,
+        model=lambda wildcards: PLAN.model_argument(wildcards.model),
     shell:
-        "python3 -m kitty job model --experiment {params.experiment:q} --model {wildcards.model:q}"
+        "python3 -m kitty job model --model {params.model:q}"
         " --out {output:q} > {log:q} 2>&1"
 
 
 rule reference:
     input:
-        ancient(f"{ROOT}/models/{{model}}.json"),
+        f"{ROOT}/models/{{model}}.json",
     output:
         f"{ROOT}/references/{{model}}/{{passage}}.safetensors",
     log:

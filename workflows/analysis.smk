@@ -3,7 +3,7 @@
 
 rule channels:
     input:
-        ancient(f"{ROOT}/models/{{model}}.json"),
+        f"{ROOT}/models/{{model}}.json",
     output:
         f"{ROOT}/records/analysis/{{model}}/{{passage}}.json",
     log:

@@ -422,13 +422,12 @@ def _setting(experiment: Any, model: str, passage: str) -> Any:
 
 
 @job_app.command("model")
-def job_model(experiment: ExperimentOption, model: ModelOption, out: JobOut) -> None:
+def job_model(model: ModelOption, out: JobOut) -> None:
     """Make sure that a model can be loaded, and say where it came from."""
-    from kitty.experiments import load_experiment
-    from kitty.models import describe_model, obtain_embedded
+    from kitty.models import describe_model, find_model, obtain_embedded
     from kitty.records import write_atomically
 
-    spec = load_experiment(experiment).models[model]
+    spec = find_model(model)
     if spec.embedded is not None:
         obtain_embedded(spec, repair=True)
     write_atomically(out, (json.dumps(describe_model(spec), indent=2) + "\n").encode())

@@ -108,8 +108,8 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise KittyError(
-            f"The folder {folder} cannot be written ({error.strerror}): choose a folder that you may "
-            "write to and that has room."
+            f"The folder {folder} cannot be written ({error.strerror}): choose a folder that you "
+            "may write to and that has room."
         ) from error
 
 

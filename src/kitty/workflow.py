@@ -12,6 +12,7 @@ from typing import Any
 from kitty import report
 from kitty.errors import KittyError
 from kitty.experiments import Experiment, load_experiment
+from kitty.jobs import source_of
 from kitty.models import ModelSpec
 from kitty.paths import configs_dir
 from kitty.records import Record, read_record
@@ -39,6 +40,10 @@ class Plan:
         """How a job names the experiment: a shipped one by name, so the package may be moved."""
         shipped = self.experiment.source.parent == configs_dir() / "experiments"
         return self.experiment.name if shipped else str(self.experiment.source)
+
+    def model_argument(self, model: str) -> str:
+        """How the job that obtains a model names it."""
+        return source_of(self.experiment.models[model])
 
     def quality_records(self) -> list[str]:
         """Paths of all quality records."""
