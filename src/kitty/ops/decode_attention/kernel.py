@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
-from kitty.ops.merge_states.kernel import launches_early
 from kitty.ops.positions import num_pages
 
 if TYPE_CHECKING:
@@ -409,15 +408,12 @@ def decode_kernel(
     NUM_SPLITS: tl.constexpr,
     ASM: tl.constexpr,
     MOVMATRIX: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Grid (B · H, splits, query tiles · value chunks); a program takes its share of the work.
 
     The work of a sequence in order: tokens in 16 bit, pages whose values (of some query) are in
     16 bit, pages. Its division follows the length on the device, so the grid may be too large.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # the merge may come up while this kernel runs
     N_ROWS: tl.constexpr = QUERIES_PER_KV * T
     N_CHUNKS: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
     ROWS: tl.constexpr = G // N_PLANES
@@ -747,6 +743,5 @@ def launch_decode(
         NUM_SPLITS=num_splits,
         ASM=query.is_cuda,
         MOVMATRIX=query.is_cuda and MOVMATRIX_HOLDS,
-        EARLY=num_splits > 1 and launches_early(query),
         **{"num_warps": plan.num_warps, "num_stages": 2, **options},
     )

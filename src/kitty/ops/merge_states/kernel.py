@@ -27,11 +27,8 @@ def merge_states_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Grid (N, ceil(D / BLOCK_D))."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # launched while the kernel before still runs
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_s = tl.arange(0, BLOCK_S)
@@ -64,23 +61,8 @@ def merge_states_kernel(
         tl.store(p_total + i_n, tl.where(empty, float("-inf"), top + tl.log2(total) * LN_2))
 
 
-def launches_early(tensor: Tensor) -> bool:
-    """Whether a kernel may be launched before its predecessor ends and wait for it on the device.
-
-    Programmatic dependent launch: Hopper and later, and a Triton that knows it.
-    """
-    import torch  # the kernel above needs Triton alone
-
-    return (
-        tensor.is_cuda
-        and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-        and hasattr(tl.extra.cuda, "gdc_wait")
-    )
-
-
 def launch_merge_states(outputs: Tensor, lse: Tensor, out: Tensor, total: Tensor) -> None:
     """Launch the kernel on contiguous ``[..., S, D]`` and ``[..., S]``."""
-    early = launches_early(outputs)
     num_parts, head_dim = outputs.shape[-2:]
     block_s = min(256, triton.next_power_of_2(num_parts))
     # many parts: several programs a query, so that few queries still fill the GPU
@@ -97,7 +79,5 @@ def launch_merge_states(outputs: Tensor, lse: Tensor, out: Tensor, total: Tensor
         D=head_dim,
         BLOCK_D=block_d,
         BLOCK_S=block_s,
-        EARLY=early,
         num_warps=1 if num_parts <= 16 else 4,
-        **({"launch_pdl": True} if early else {}),
     )
