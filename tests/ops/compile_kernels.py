@@ -1,9 +1,11 @@
 """Compile every kernel offline and report its resources as JSON: no torch, no GPU needed.
 
     python tests/ops/compile_kernels.py --arch 80 --arch 90 [--only NAME] > report.json
+    python tests/ops/compile_kernels.py --write tests/ops/kernel_resources.json
 
 Runs with any Triton from 3.0 on, so one script serves all environments. The kernels and the
-shapes they are compiled for are in kernel_variants.py.
+shapes they are compiled for are in kernel_variants.py; the second form updates the committed
+resources of the installed Triton version, which test_compile.py compares with.
 """
 
 from __future__ import annotations
@@ -41,8 +43,11 @@ def compile_variant(variant: dict, arch: int) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(import_without_torch(variant["module"]), variant["kernel"])
-    constants = variant["constants"]
+    module = import_without_torch(variant["module"])
+    kernel = getattr(module, variant["kernel"])
+    constants, options = variant["constants"], variant["options"]
+    if callable(constants):  # choices that the op makes by Triton version
+        constants, options = constants(module)
     signature, divisible = {}, []
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -59,9 +64,7 @@ def compile_variant(variant: dict, arch: int) -> dict:
         attrs = {(index,): [["tt.divisibility", 16]] for index in divisible}
         ordered = {name: signature[name] for name in kernel.arg_names}
         source = ASTSource(kernel, ordered, constants, attrs)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options=dict(variant["options"])
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
     return {
         "name": variant["name"],
         "arch": arch,
@@ -91,10 +94,25 @@ def machine_code(cubin: bytes) -> dict:
         "spill_stores": count(r"\bSTL\b|\bSTL\."),
         "spill_loads": count(r"\bLDL\b|\bLDL\."),
         "mma": count(r"\bHMMA\b|\bHMMA\.|\bHGMMA\b"),
-        "int_to_float": count(r"\bI2F\b|\bI2F\.|\bI2FP\."),
-        "local_atomics": count(r"\bATOM"),
+        "page_loop_int_to_float": conversions_in_page_loop(sass),
         "instructions": count(r"/\*[0-9a-f]{4,5}\*/"),
     }
+
+
+def conversions_in_page_loop(sass: str) -> int:
+    """Integer-to-float conversions in the page loop: the loop with the most mma."""
+    instructions = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
+    code = [(int(address, 16), text) for address, text in instructions]
+    most, conversions = 0, 0
+    for address, text in code:
+        branch = re.search(r"\bBRA\S*.*0x([0-9a-f]+)", text)
+        if branch is None or int(branch[1], 16) >= address:
+            continue  # a loop ends with a jump back to its beginning
+        body = [line for at, line in code if int(branch[1], 16) <= at <= address]
+        products = sum("MMA" in line for line in body)
+        if products > most:
+            most, conversions = products, sum(bool(re.search(r"\bI2FP?\b", x)) for x in body)
+    return conversions
 
 
 def _output(*command: object) -> str:
@@ -107,7 +125,8 @@ def main() -> None:
     """Compile and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, action="append")
-    parser.add_argument("--only", default="", help="compile variants whose name starts so")
+    parser.add_argument("--only", action="append", help="compile these variants alone")
+    parser.add_argument("--write", type=Path, help="put the resources into this file")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     from kernel_variants import VARIANTS
@@ -115,10 +134,23 @@ def main() -> None:
     rows = [
         compile_variant(variant, arch)
         for variant in VARIANTS
-        if variant["name"].startswith(arguments.only)
+        if not arguments.only or variant["name"] in arguments.only
         for arch in arguments.arch or SHARED_LIMIT
     ]
-    json.dump(rows, sys.stdout, indent=1)
+    if arguments.write:
+        write_resources(rows, arguments.write)
+    else:
+        json.dump(rows, sys.stdout, indent=1)
+
+
+def write_resources(rows: list[dict], path: Path) -> None:
+    """Update the file's entries for these rows, one line each."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for row in rows:
+        key = f"triton {row['triton']} sm_{row['arch']} {row['name']}"
+        known[key] = {name: row[name] for name in ("registers", "stack", "shared")}
+    lines = [f" {json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """The kernels and shapes that the compile report covers; one dict a variant.
 
 ``types`` names arguments that are not int32; all pointers and strides count as multiples of 16.
-``mma``: tensor-core instructions must be there; ``int_to_float``: conversions allowed in all.
+Optional: ``mma`` True where tensor-core instructions must be there and the page loop must hold no
+integer-to-float conversion; ``main`` True for the variants of the quick test.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 PAGES = {"G": 128, "D": 128, "D_BOOST": 32, "BLOCK_D": 128}
 GROUPS = {"GROUP": 128, "BLOCK_GROUP": 128}
@@ -108,8 +111,81 @@ def _dequantize(kind: str) -> dict:
     }
 
 
+def _decode(
+    name: str,
+    dtype: str = "fp16",
+    *,
+    head_dim: int = 128,
+    num_boosted: int = 32,
+    queries_per_kv: int = 4,
+    num_tokens: int = 1,
+) -> dict:
+    def choices(module: ModuleType) -> tuple[dict, dict]:
+        plan = module.launch_plan(queries_per_kv, num_tokens, head_dim)
+        constants = {
+            "G": 128,
+            "D": head_dim,
+            "D_BOOST": num_boosted,
+            "GROUP": min(head_dim, 128),
+            "QUERIES_PER_KV": queries_per_kv,
+            "T": num_tokens,
+            "BLOCK_N": plan.block_n,
+            "BLOCK_D": 1 << (head_dim - 1).bit_length(),
+            "BLOCK_B": max(16, 1 << (num_boosted - 1).bit_length()) if num_boosted else 16,
+            "BLOCK_V": plan.block_v,
+            "SINK": 32,
+            "KEY_UNPAGED": 32,
+            "VALUE_UNPAGED": 160,
+            "KEY_RING": 129,
+            "VALUE_RING": 257,
+            "NUM_SPLITS": 8,
+            "ASM": True,
+            "MOVMATRIX": module.MOVMATRIX_HOLDS,
+        }
+        return constants, {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+
+    buffers = ("p_query", "p_sink_k", "p_sink_v", "p_key_ring", "p_value_ring")
+    return {
+        "name": f"decode{name}",
+        "module": "kitty.ops.decode_attention.kernel",
+        "kernel": "decode_kernel",
+        "types": {
+            **dict.fromkeys(buffers, f"*{dtype}"),
+            **KEY_PAGE_TYPES,
+            **VALUE_PAGE_TYPES,
+            **LENGTH_TYPES,
+            "p_key_words": "*u16",
+            "p_key_high": "*u16",
+            "p_value_words": "*u16",
+            "p_out": "*fp32",
+            "p_lse": "*fp32",
+            "softmax_scale": "fp32",
+        },
+        "constants": choices,
+        "options": {},
+        "mma": True,
+    }
+
+
+def _merge() -> dict:
+    return {
+        "name": "merge_states",
+        "module": "kitty.ops.merge_states.kernel",
+        "kernel": "merge_states_kernel",
+        "types": {
+            "p_outputs": "*fp32",
+            "p_lse": "*fp32",
+            "p_out": "*fp16",
+            "p_total": "*fp32",
+        },
+        "constants": {"D": 128, "BLOCK_D": 128, "BLOCK_S": 8},
+        "options": {"num_warps": 1},
+        "main": True,
+    }
+
+
 VARIANTS: list[dict] = [
-    _quantize_keys(""),
+    {**_quantize_keys(""), "main": True},
     _quantize_keys("-bf16", "bf16"),
     _quantize_keys("-random", SELECTION="random"),
     _quantize_keys("-variance", SELECTION="variance"),
@@ -117,13 +193,22 @@ VARIANTS: list[dict] = [
     _quantize_keys("-all-boosted", D_BOOST=128),
     _quantize_keys("-d80", D=80, D_BOOST=20),
     _quantize_keys("-d256", D=256, D_BOOST=64, BLOCK_D=256),
-    _quantize_values(""),
+    {**_quantize_values(""), "main": True},
     _quantize_values("-bf16", "bf16"),
     _quantize_values("-d80", D=80, GROUP=80),
     _quantize_values("-d256", D=256),
-    _append(""),
+    {**_append(""), "main": True},
     _append("-bf16", "bf16"),
     _append("-chunk", BLOCK_T=16, RAGGED=True, KEY_RING=256, VALUE_RING=384),
-    _dequantize("keys"),
-    _dequantize("values"),
+    {**_dequantize("keys"), "main": True},
+    {**_dequantize("values"), "main": True},
+    {**_decode(""), "main": True},
+    _decode("-bf16", "bf16"),
+    _decode("-unboosted", num_boosted=0),
+    _decode("-all-boosted", num_boosted=128),
+    _decode("-d80", head_dim=80, num_boosted=20),
+    _decode("-d256", head_dim=256, num_boosted=64),
+    _decode("-16-heads", queries_per_kv=16),
+    _decode("-3-tokens", num_tokens=3),
+    _merge(),
 ]
