@@ -198,7 +198,7 @@ def test_snakemake_alone_runs_it_from_another_folder_and_makes_its_own_report(co
     snakemake = [sys.executable, "-m", "snakemake", "--snakefile", str(shipped("Snakefile"))]
     snakemake += ["--directory", str(copied.folder), "--config", "experiment=tiny"]
     options = {"cwd": "/", "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([*snakemake, "all", "--cores", "1"], **options)
+    done = subprocess.run([*snakemake, "--cores", "1", "--", "all"], **options)
     assert done.returncode == 0, done.stderr
     assert "Nothing to be done" in done.stderr
     report = copied.folder / "snakemake-report.html"
