@@ -164,7 +164,7 @@ def key_page(
 def high_words(p_page, o_t, o_b, D_BOOST: tl.constexpr, BLOCK_B: tl.constexpr):
     """A key page's high planes ``[ROWS, BLOCK_B]``."""
     p_word = p_page + o_t[:, None] * D_BOOST + o_b[None, :]
-    if D_BOOST == BLOCK_B:  # noqa: SIM108
+    if D_BOOST == BLOCK_B:
         b_h = tl.load(p_word)
     else:
         b_h = tl.load(p_word, mask=(o_b < D_BOOST)[None, :] & (o_t[:, None] >= 0), other=0)
@@ -173,7 +173,7 @@ def high_words(p_page, o_t, o_b, D_BOOST: tl.constexpr, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def plane_dots(b_w, b_q, ASM: tl.constexpr):
-    """Products of the 8 planes of ``[ROWS, C]`` words with ``[C, N]``, 4^(j mod 5) · 2^-24 large."""
+    """Products of the planes of ``[ROWS, C]`` words with ``[C, N]``, 4^(j mod 5) · 2^-24 large."""
     b_w5 = shift_words(b_w, ASM)
     s0 = tl.dot(plane(b_w, b_w5, 0, ASM), b_q)
     s1 = tl.dot(plane(b_w, b_w5, 1, ASM), b_q)
@@ -322,7 +322,7 @@ def weighted_zeros(e0, e1, e2, e3, e4, e5, e6, e7, z0, z1, z2, z3, z4, z5, z6, z
 @triton.jit
 def load_list(p_list, o_b, D_BOOST: tl.constexpr, BLOCK_B: tl.constexpr):
     """A page's boosted channels, padded with channel 0."""
-    if D_BOOST == BLOCK_B:  # noqa: SIM108
+    if D_BOOST == BLOCK_B:
         b_list = tl.load(p_list + o_b)
     else:
         b_list = tl.load(p_list + o_b, mask=o_b < D_BOOST, other=0)
@@ -333,7 +333,7 @@ def load_list(p_list, o_b, D_BOOST: tl.constexpr, BLOCK_B: tl.constexpr):
 def load_value_words(p_page, o_t, o_v, D: tl.constexpr, BLOCK_V: tl.constexpr):
     """A value page's words, channels first ``[BLOCK_V, ROWS]``."""
     p_word = p_page + o_t[None, :] * D + o_v[:, None]
-    if D % BLOCK_V == 0:  # noqa: SIM108
+    if D % BLOCK_V == 0:
         b_w = tl.load(p_word)
     else:
         b_w = tl.load(p_word, mask=(o_v < D)[:, None] & (o_t[None, :] >= 0), other=0)
@@ -352,14 +352,14 @@ def exact(b_x, ASM: tl.constexpr):
 
 @triton.jit
 def wrapped(start, o_s, capacity):
-    """Slots of consecutive tokens in a ring, one division for all: ``[BLOCK]``, BLOCK ≤ capacity."""
+    """Ring slots of consecutive tokens, at most as many as it has; one division for all."""
     o_slot = start % capacity + o_s
     return tl.where(o_slot >= capacity, o_slot - capacity, o_slot)
 
 
 @triton.jit
 def share_of(first, last, start, size, COST: tl.constexpr):
-    """Which of ``size`` units fall to a split that takes work [first, last); they begin at start."""
+    """Which of ``size`` units, beginning at ``start``, fall to a split of work [first, last)."""
     begin = (tl.maximum(first - start, 0) + COST - 1) // COST
     end = (tl.maximum(last - start, 0) + COST - 1) // COST
     return tl.minimum(begin, size), tl.minimum(end, size)
@@ -655,24 +655,30 @@ class Plan(NamedTuple):
     block_v: int
     chunks: int
     num_warps: int
+    num_stages: int
 
 
 def launch_plan(queries_per_kv: int, num_tokens: int, head_dim: int) -> Plan:
     """Blocks of one launch.
 
-    Products have 8 columns at least where Triton allows it (from 3.3 on), 16 before. More than 32
-    columns, or more than 128 channels of a value, go to further programs that read the page again.
+    Products have 8 columns at least where Triton allows it (from 3.3 on), 16 before; a warp for
+    every 8 of them. More than 32 columns (16 before 3.3, which mixes incompatible layouts in
+    wider programs), or more than 128 channels of a value, go to further programs that read the
+    page again.
     """
-    least = 8 if TRITON_VERSION >= (3, 3) else 16
+    recent = TRITON_VERSION >= (3, 3)
+    least, most = (8, 32) if recent else (16, 16)
     rows = queries_per_kv * num_tokens
-    block_n = min(32, max(least, triton.next_power_of_2(rows)))
+    block_n = min(most, max(least, triton.next_power_of_2(rows)))
     block_v = min(128, triton.next_power_of_2(head_dim))
     return Plan(
         block_n=block_n,
         tiles=-(-rows // block_n),
         block_v=block_v,
         chunks=-(-head_dim // block_v),
-        num_warps=1 if block_n <= 16 else 4,
+        num_warps=max(1, block_n // 8),
+        # the loop pipeline of older versions cannot order the dependent loads
+        num_stages=2 if recent else 1,
     )
 
 
@@ -694,7 +700,7 @@ def launch_decode(
     num_splits: int,
     **options: int,
 ) -> object:
-    """Launch the kernel; ``out`` ``[B, Hq, T, S, D]`` and ``lse`` ``[B, Hq, T, S]`` take the splits.
+    """Launch the kernel; ``out`` ``[B, Hq, T, S, D]`` and ``lse`` ``[B, Hq, T, S]`` take splits.
 
     Returns the compiled kernel (None in the interpreter), for its resources.
     """
@@ -743,5 +749,5 @@ def launch_decode(
         NUM_SPLITS=num_splits,
         ASM=query.is_cuda,
         MOVMATRIX=query.is_cuda and MOVMATRIX_HOLDS,
-        **{"num_warps": plan.num_warps, "num_stages": 2, **options},
+        **{"num_warps": plan.num_warps, "num_stages": plan.num_stages, **options},
     )

@@ -38,7 +38,7 @@ def decode_attention_reference(
         ``[B, Hq, T, D]`` and the log-sum-exp ``[B, Hq, T]``, both in ``compute``.
     """
     size = keys.words.shape[2] * 8
-    batch, num_query_heads, num_tokens, head_dim = query.shape
+    num_tokens, head_dim = query.shape[2:]
     heads = keys.words.shape[1]
     out = query.new_zeros(query.shape, dtype=compute)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=compute)
