@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from torch import Tensor
 # Triton decides at import whether its kernels are compiled or interpreted, so does this module.
 _interpret = os.environ.get("TRITON_INTERPRET") == "1"
 
+# calls of ops by what ran: "kernel" or "reference"; a benchmark looks for unexpected references
+calls: collections.Counter[str] = collections.Counter()
+
 
 def runs_kernel(tensor: Tensor) -> bool:
     """Whether an op on ``tensor`` launches its kernel.
@@ -19,7 +23,9 @@ def runs_kernel(tensor: Tensor) -> bool:
     GPU tensors do. CPU tensors take the torch reference, unless ``TRITON_INTERPRET=1`` was set
     when Kitty was imported: then they run the kernels in Triton's interpreter.
     """
-    return tensor.device.type == "cuda" or _interpret
+    kernel = tensor.device.type == "cuda" or _interpret
+    calls["kernel" if kernel else "reference"] += 1
+    return kernel
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -365,7 +365,7 @@ def share_of(first, last, start, size, COST: tl.constexpr):
     return tl.minimum(begin, size), tl.minimum(end, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def decode_kernel(
     p_query,  # [B, Hq, T, D], strided
     p_key_words,
@@ -390,6 +390,7 @@ def decode_kernel(
     stride_key_table,
     stride_value_table,
     softmax_scale,
+    num_splits,
     G: tl.constexpr,
     D: tl.constexpr,
     D_BOOST: tl.constexpr,
@@ -405,7 +406,6 @@ def decode_kernel(
     VALUE_UNPAGED: tl.constexpr,
     KEY_RING: tl.constexpr,
     VALUE_RING: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     ASM: tl.constexpr,
     MOVMATRIX: tl.constexpr,
 ):
@@ -462,8 +462,8 @@ def decode_kernel(
     start_mixed = blocks * DENSE_COST
     start_pages = start_mixed + (key_pages - pages) * (N_PLANES * PLANE_COST)
     work = start_pages + pages * PAGE_COST
-    first = (work * i_split) // NUM_SPLITS
-    last = (work * (i_split + 1)) // NUM_SPLITS
+    first = (work * i_split) // num_splits
+    last = (work * (i_split + 1)) // num_splits
 
     b_m = tl.full((BLOCK_N,), MASKED, tl.float32)
     b_l = tl.zeros((ROWS, BLOCK_N), tl.float32)  # summed over rows at the end
@@ -640,7 +640,7 @@ def decode_kernel(
     b_acc = b_acc / tl.where(empty, 1.0, b_l)[None, :]
     b_lse = tl.where(empty, float("-inf"), (b_m + tl.log2(b_l)) * LN_2)
     num_rows = num_heads * N_ROWS
-    o_out = (i_b * num_rows + i_h * N_ROWS + o_r) * NUM_SPLITS + i_split
+    o_out = (i_b * num_rows + i_h * N_ROWS + o_r) * num_splits + i_split
     m_out = m_n[None, :] & (o_v < D)[:, None]
     tl.store(p_out + o_out[None, :] * D + o_v[:, None], b_acc, mask=m_out)
     if i_chunk == 0:
@@ -731,6 +731,7 @@ def launch_decode(
         key_table.stride(0),
         value_table.stride(0),
         softmax_scale,
+        num_splits,
         G=page_size,
         D=head_dim,
         D_BOOST=num_boosted,
@@ -746,8 +747,11 @@ def launch_decode(
         VALUE_UNPAGED=sink + window + rollback,
         KEY_RING=buffers.key_ring.shape[2],
         VALUE_RING=buffers.value_ring.shape[2],
-        NUM_SPLITS=num_splits,
-        ASM=query.is_cuda,
-        MOVMATRIX=query.is_cuda and MOVMATRIX_HOLDS,
-        **{"num_warps": plan.num_warps, "num_stages": plan.num_stages, **options},
+        **{
+            "ASM": query.is_cuda,
+            "MOVMATRIX": query.is_cuda and MOVMATRIX_HOLDS,
+            "num_warps": plan.num_warps,
+            "num_stages": plan.num_stages,
+            **options,
+        },
     )
