@@ -9,7 +9,7 @@ from kitty.errors import KittyError
 from kitty.methods import Method
 from kitty.ops.checks import KERNEL_DTYPES, check_buffers, check_storage
 from kitty.ops.decode_attention.reference import decode_attention_reference
-from kitty.ops.dispatch import runs_kernel
+from kitty.ops.dispatch import on_device_of, runs_kernel
 from kitty.ops.merge_states import merge_states
 from kitty.pages import Buffers, KeyPages, PageLayout, ValuePages
 
@@ -179,16 +179,17 @@ def _decode_attention(
     shape = (*query.shape[:3], num_splits) if split else query.shape[:3]
     out = query.new_empty((*shape, query.shape[-1]), dtype=torch.float32 if split else query.dtype)
     lse = query.new_empty(shape, dtype=torch.float32)
-    launch_decode(
-        *tensors,
-        out,
-        lse,
-        sink=sink,
-        window=window,
-        rollback=rollback,
-        softmax_scale=softmax_scale,
-        num_splits=num_splits,
-    )
+    with on_device_of(query):
+        launch_decode(
+            *tensors,
+            out,
+            lse,
+            sink=sink,
+            window=window,
+            rollback=rollback,
+            softmax_scale=softmax_scale,
+            num_splits=num_splits,
+        )
     return merge_states(out, lse, query.dtype) if split else (out, lse)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kitty.errors import KittyError
-from kitty.ops.dispatch import runs_kernel
+from kitty.ops.dispatch import on_device_of, runs_kernel
 from kitty.ops.merge_states.reference import merge_states_reference
 
 
@@ -45,7 +45,8 @@ def _merge_states(outputs: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Ten
     from kitty.ops.merge_states.kernel import launch_merge_states
 
     result = _results(outputs, lse, dtype)
-    launch_merge_states(outputs, lse, *result)
+    with on_device_of(outputs):
+        launch_merge_states(outputs, lse, *result)
     return result
 
 
