@@ -73,6 +73,14 @@ def test_pages_behind_two_to_the_31_elements_are_addressed() -> None:
     page_cases.check_far_pages(DEVICE)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
+    with torch.cuda.device(0):
+        check_quantize_pages(Case(), "cuda:1")
+        check_append(Case(), "cuda:1")
+        check_dequantize(Case(), "cuda:1", torch.float16)
+
+
 def test_variance_selects_as_the_reference_on_ordinary_keys() -> None:
     check_quantize_pages(Case(head_dim=128, selection="variance", special=False), DEVICE)
 
