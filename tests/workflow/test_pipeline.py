@@ -101,7 +101,7 @@ def test_a_damaged_record_is_named_and_nothing_is_made_of_it(copied, damage):
         }[damage]
     )
     before = copied.changes()
-    done = copied.run()
+    done = copied.run("--target", "tables")
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("kitty: error: ")]
     assert len(told) == 1
@@ -115,9 +115,9 @@ def test_after_deleting_the_damaged_record_the_same_command_mends_all(copied):
     tables = copied.tables()
     path = record_path(copied, "kitty-pro")
     path.write_text("{")
-    assert copied.run().returncode != 0
+    assert copied.run("--target", "tables").returncode != 0
     path.unlink()
-    assert copied.run().returncode == 0
+    assert copied.run("--target", "tables").returncode == 0
     assert copied.tables() == tables
 
 
