@@ -30,7 +30,13 @@ app = typer.Typer(
 )
 models_app = typer.Typer(no_args_is_help=True, help="Models by name, and the embedded one.")
 job_app = typer.Typer(no_args_is_help=True, help="Single jobs of an experiment, for the workflow.")
+patch_app = typer.Typer(
+    no_args_is_help=True,
+    help="The patch series on the installed transformers 4.53.2.",
+    epilog="Example: `kitty patch apply`",
+)
 app.add_typer(models_app, name="models")
+app.add_typer(patch_app, name="patch")
 app.add_typer(job_app, name="job", hidden=True)
 
 
@@ -385,6 +391,30 @@ def make_report(
     with spinner("tables, figures, report"):
         for path in [*plan.write_tables(), *plan.write_figures(), plan.write_report()]:
             print(path)
+
+
+@patch_app.command("check")
+def patch_check() -> None:
+    """Say whether the patches are applied."""
+    from kitty import patching
+
+    print(f"The patches are {patching.check()}.")
+
+
+@patch_app.command("apply")
+def patch_apply() -> None:
+    """Apply the patches, so that generate() knows cache_implementation="kitty"."""
+    from kitty import patching
+
+    print("The patches are applied." if patching.apply() else "They were applied already.")
+
+
+@patch_app.command("revert")
+def patch_revert() -> None:
+    """Bring the released files back."""
+    from kitty import patching
+
+    print("The patches are reverted." if patching.revert() else "They were not applied.")
 
 
 @app.command("doctor", epilog="Example: `kitty doctor`")

@@ -6,7 +6,16 @@ Importing it registers the attention implementation ``kitty``.
 from kitty.integrations.transformers.attention import register
 from kitty.integrations.transformers.cache import KittyCache, KittyCacheBase, SimulatedCache
 from kitty.integrations.transformers.enable import disable, enable
+from kitty.integrations.transformers.native import native_cache, prepare_native
 
 register()
 
-__all__ = ["KittyCache", "KittyCacheBase", "SimulatedCache", "disable", "enable"]
+__all__ = [
+    "KittyCache",
+    "KittyCacheBase",
+    "SimulatedCache",
+    "disable",
+    "enable",
+    "native_cache",
+    "prepare_native",
+]

@@ -50,17 +50,28 @@ def enable(
         KittyError: the model cannot work with it, or the method or cache is unknown.
     """
     resolved = get_method(method, **overrides)
-    if cache not in CACHES:
-        raise KittyError(f"cache is {cache!r}, which is not known: use {' or '.join(CACHES)}.")
-    CACHES[cache](resolved)  # says now, not at the first generate(), what it cannot hold
+    new_cache(resolved, cache)  # says now, not at the first generate(), what it cannot hold
     check_model(model)
     disable(model)
     configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
     model.__dict__[_SAVED] = [(config, config._attn_implementation) for config in configs]
     for config in configs:
         config._attn_implementation = NAME
-    _hook(model, lambda: CACHES[cache](resolved))
+    _hook(model, lambda: new_cache(resolved, cache))
     return model
+
+
+def new_cache(
+    method: str | Method = "kitty-pro", cache: str = "packed", **overrides: Any
+) -> KittyCacheBase:
+    """An empty cache of a kind: ``packed`` or ``simulated``.
+
+    Raises:
+        KittyError: the kind or method is unknown, or the packed cache cannot hold the method.
+    """
+    if cache not in CACHES:
+        raise KittyError(f"cache is {cache!r}, which is not known: use {' or '.join(CACHES)}.")
+    return CACHES[cache](get_method(method, **overrides))
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -105,7 +116,7 @@ def _hook(model: PreTrainedModel, make_cache: CacheFactory) -> None:
         if given is None and _wants_kitty(model, generation_config):
             given = model_kwargs["past_key_values"] = make_cache()
         if isinstance(given, KittyCacheBase):
-            _check_mode(generation_config, assistant_model)
+            check_mode(generation_config, assistant_model)
             # a model's own default (Gemma: "hybrid") must not collide with the cache object
             generation_config.cache_implementation = None
         return original(model, generation_config, model_kwargs, assistant_model, *args, **kwargs)
@@ -120,9 +131,14 @@ def _wants_kitty(model: PreTrainedModel, generation_config: GenerationConfig) ->
     return generation_config.use_cache is not False and asked in (None, default)
 
 
-def _check_mode(
+def check_mode(
     generation_config: GenerationConfig, assistant_model: PreTrainedModel | None
 ) -> None:
+    """Say in one sentence which decoding mode a Kitty cache cannot serve.
+
+    Raises:
+        KittyError: it is contrastive search.
+    """
     mode = generation_config.get_generation_mode(assistant_model)
     if mode == GenerationMode.CONTRASTIVE_SEARCH:
         raise KittyError(
