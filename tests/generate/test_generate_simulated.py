@@ -11,6 +11,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BloomConfig,
+    CompileConfig,
     DynamicCache,
 )
 
@@ -228,6 +229,32 @@ def test_without_a_kitty_cache_the_attention_equals_sdpa() -> None:
                 m(ids[:, :17], attention_mask=mask[:, :17], past_key_values=cache)
                 outs.append(m(ids[:, 17:], attention_mask=mask, past_key_values=cache).logits)
             assert torch.equal(*(out[real[:, 17:]] for out in outs))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_a_cache_of_fixed_size_generates_what_it_does_without_kitty(name: str) -> None:
+    kind = "hybrid" if name == "gemma3" else "static"
+    ids, mask = prompt(23, 9)
+    outputs = []
+    for hooked in (False, True):
+        model = make(name)
+        if hooked:
+            kitty.enable(model, SMALL)
+        outputs.append(greedy(model, ids, mask, max_new_tokens=12, cache_implementation=kind))
+    assert torch.equal(*outputs)
+
+
+def test_without_a_kitty_cache_the_model_compiles_in_one_graph() -> None:
+    # on a GPU generate() does so by itself with a static cache
+    ids, mask = prompt(23, 9)
+    compiled = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    compiled._compile_all_devices = True
+    outputs = []
+    for config in (None, compiled):
+        model = kitty.enable(make(), SMALL)
+        static = {"cache_implementation": "static", "compile_config": config}
+        outputs.append(greedy(model, ids, mask, max_new_tokens=12, **static))
+    assert torch.equal(*outputs)
 
 
 def test_training_through_the_attention_function_equals_sdpa() -> None:

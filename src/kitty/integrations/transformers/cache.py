@@ -15,6 +15,7 @@ from transformers import Cache
 from kitty.cache import PackedLayer, PackedState, SimulatedLayer
 from kitty.errors import KittyError
 from kitty.integrations.transformers.attention import Carrier
+from kitty.integrations.transformers.masks import KittyLength
 from kitty.methods import Method, get_method
 from kitty.pages import ByteReport, tensor_bytes
 
@@ -143,6 +144,10 @@ class KittyCacheBase(Cache):
         if layer_idx in self._columns or not self._columns:
             return self._columns.get(layer_idx or 0, 0)
         return next(iter(self._columns.values()))
+
+    def get_mask_sizes(self, cache_position: Tensor, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask covers: all columns, those of the call too."""
+        return KittyLength(self.get_seq_length(layer_idx) + len(cache_position)), 0
 
     def get_max_cache_shape(self) -> int | None:
         """None: the cache grows."""

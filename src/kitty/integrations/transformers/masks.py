@@ -1,6 +1,6 @@
-"""Mask function ``kitty``: the 2D padding mask travels to the attention function.
+"""Mask function ``kitty``: for a Kitty cache the 2D padding mask travels to the attention function.
 
-Where the attention function finds no Kitty cache it expands the same mask as sdpa would use.
+For every other cache, and for none, it is sdpa's mask function.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from transformers.masking_utils import sdpa_mask
 from kitty.errors import KittyError
 
 
+class KittyLength(int):
+    """KV length that a Kitty cache reports: tells the mask function whom its mask is for."""
+
+
 class PaddingMask(torch.Tensor):
     """Which tokens of a call are real, bool ``[B, T]``, and the way to sdpa's 4D mask.
 
@@ -24,7 +28,8 @@ class PaddingMask(torch.Tensor):
         padded: whether any token is a pad.
         local_size: sliding window or chunk that the pattern was made with, else None.
         plain: whether the pattern is causal (and local) without a further one of the model.
-        expand_4d: makes the mask that sdpa would get, on a device, once for all layers.
+        expand_4d: makes the mask that sdpa would get, on a device, once for all layers; for
+            layers that leave the cache out (gradient checkpointing does that).
     """
 
     padded: bool
@@ -55,18 +60,15 @@ def kitty_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
-) -> PaddingMask:
-    """Mask function for ``AttentionMaskInterface``; the arguments are those of sdpa_mask."""
-    query_length = cache_position.shape[0]
-    if attention_mask is None:
-        real = cache_position.new_ones(batch_size, query_length, dtype=torch.bool)
-        padded = False
-    else:
-        real = attention_mask[:, -query_length:].bool()
-        padded = not bool(real.all())
+) -> Tensor | None:
+    """Mask function for ``AttentionMaskInterface``; the arguments are those of sdpa_mask.
 
-    def expand_4d(device: torch.device) -> Tensor | None:
-        mask = sdpa_mask(
+    Returns:
+        A :class:`PaddingMask` where ``kv_length`` is a :class:`KittyLength`, else sdpa's mask.
+    """
+
+    def make_4d() -> Tensor | None:
+        return sdpa_mask(
             batch_size=batch_size,
             cache_position=cache_position,
             kv_length=kv_length,
@@ -76,6 +78,19 @@ def kitty_mask(
             allow_is_causal_skip=allow_is_causal_skip,
             **kwargs,
         )
+
+    if not isinstance(kv_length, KittyLength):
+        return make_4d()
+    query_length = cache_position.shape[0]
+    if attention_mask is None:
+        real = cache_position.new_ones(batch_size, query_length, dtype=torch.bool)
+        padded = False
+    else:
+        real = attention_mask[:, -query_length:].bool()
+        padded = not bool(real.all())
+
+    def expand_4d(device: torch.device) -> Tensor | None:
+        mask = make_4d()
         return None if mask is None else mask.to(device)
 
     mask = real.as_subclass(PaddingMask)
