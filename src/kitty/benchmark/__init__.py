@@ -1,0 +1,1 @@
+"""Time measurements on a GPU: the ops alone (``kitty bench ops``)."""
