@@ -199,7 +199,8 @@ def test_what_cannot_be_analysed_is_told():
     model = tiny_model()
     with pytest.raises(KittyError, match=r"11 tokens, but the analysis.*use 12 tokens"):
         analyze(model, text(11), SMALL)
-    with pytest.raises(KittyError, match="boosts 0% of the channels"):
-        analyze(model, text(41), get_method("kivi-k2v2-sink"))
+    for ratio, count in ((0.0, 0), (0.01, 0), (0.99, 8), (1.0, 8)):
+        with pytest.raises(KittyError, match=f"boosts {count} of 8 channels"):
+            analyze(model, text(41), SMALL.replace(boost_ratio=ratio))
     with pytest.raises(KittyError, match="layers 0 to 2"):
         analyze(model, text(41), SMALL, map_layer=3)

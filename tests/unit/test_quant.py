@@ -199,6 +199,42 @@ def test_bits_out_of_range_are_refused(bits: int) -> None:
         quantize(torch.zeros(1, 4), bits, dim=-1)
 
 
+@pytest.mark.parametrize("bits", [2.0, 2.5, "2", None, np.int64(9), torch.tensor([2.0])])
+def test_bits_that_are_no_whole_number_are_refused(bits: object) -> None:
+    with pytest.raises(KittyError, match="whole numbers from 1 to 8"):
+        quantize(torch.zeros(1, 4), bits, dim=-1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [0, 9])
+def test_a_tensor_of_bits_is_checked_in_checked_mode(bits: int) -> None:
+    with pytest.raises(KittyError, match="whole numbers from 1 to 8"):
+        quantize(torch.zeros(2, 4), torch.tensor([[2], [bits]]), dim=-1, checked=True)
+
+
+def test_groups_without_an_element_are_refused_and_no_groups_at_all_are_not() -> None:
+    with pytest.raises(KittyError, match=r"shape \(3, 0\).*no element"):
+        quantize(torch.zeros(3, 0), 2, dim=-1)
+    codes, scale, zero = quantize(torch.zeros(0, 3), 2, dim=-1)
+    assert (codes.shape, scale.shape, zero.shape) == ((0, 3), (0, 1), (0, 1))
+
+
+def test_what_a_method_keeps_in_16_bit_is_not_quantized() -> None:
+    pages = torch.zeros(1, 1, 1, 8, 16)
+    with pytest.raises(KittyError, match="keeps keys in 16 bit"):
+        quantize_keys(pages, get_method("fp16"), layer=0)
+    with pytest.raises(KittyError, match="keeps values in 16 bit"):
+        quantize_values(pages, get_method("fp16"))
+
+
+def test_fp64_is_rounded_once() -> None:
+    # beside the middle of two fp16 numbers, closer to it than fp32 can tell
+    middles = [1 + 2**-11, -(1 + 2**-11), 2**-25, -(2**-25), 65520 * 2**-8, 0.75 * 2**-24]
+    near = [middle * (1 + off) for middle in middles for off in (-(2**-40), 0, 2**-40)]
+    x = torch.tensor(near, dtype=torch.float64)
+    _, _, zero = quantize(x[:, None], 2, dim=-1)
+    assert zero[:, 0].tolist() == x.numpy().astype(np.float16).tolist()
+
+
 def keys_of(*scales: float, tokens: int = 8) -> Tensor:
     """One page whose channel c alternates between ±scales[c]: ``[1, 1, 1, tokens, D]``."""
     sign = torch.tensor([1.0, -1.0]).repeat(tokens // 2)

@@ -22,6 +22,7 @@ from kitty.analysis.channels import (
     top_channels,
 )
 from kitty.errors import KittyError
+from kitty.evaluation.offline import head_dim
 from kitty.evaluation.reference import check_text, final_hidden
 from kitty.integrations.transformers import SimulatedCache
 from kitty.methods import UNQUANTIZED_BITS, Method
@@ -129,10 +130,11 @@ def analyze(
     map_layer = layers // 2 if map_layer is None else map_layer
     if not 0 <= map_layer < layers:
         raise KittyError(f"map_layer is {map_layer}, but the model has layers 0 to {layers - 1}.")
-    if not 0 < method.boost_ratio < 1:
+    channels = head_dim(model)
+    if not 0 < method.num_boosted(channels) < channels:
         raise KittyError(
-            f"{method.title} boosts {method.boost_ratio:.0%} of the channels, which leaves no "
-            "choice to analyse: use a method such as kitty or kitty-pro."
+            f"{method.title} boosts {method.num_boosted(channels)} of {channels} channels, which "
+            "leaves no choice to analyse: use a method such as kitty or kitty-pro."
         )
     needed = method.sink + method.rollback + 2 * method.page_size + 1
     if len(token_ids) < needed:

@@ -30,7 +30,22 @@ class Quantized(NamedTuple):
 
 def to_fp16(x: Tensor) -> Tensor:
     """``x`` rounded to fp16 and saturated at ±65504; NaN stays NaN."""
+    if x.dtype == torch.float64:
+        x = _to_fp32_odd(x)
     return x.to(torch.float16).clamp(-FP16_MAX, FP16_MAX)
+
+
+def _to_fp32_odd(x: Tensor) -> Tensor:
+    """fp64 to fp32, rounded to odd, so that rounding on to fp16 gives what one rounding would.
+
+    torch goes from fp64 to fp16 by way of the nearest fp32, which may turn a value just beside the
+    middle of two fp16 numbers into a tie.
+    """
+    near = x.float()
+    inexact = near.double() != x
+    beyond = near.double().abs() > x.abs()
+    bits = near.view(torch.int32)
+    return torch.where(inexact, (bits - beyond.int()) | 1, bits).view(torch.float32)
 
 
 def quantize(x: Tensor, bits: int | Tensor, dim: int, *, checked: bool = False) -> Quantized:
@@ -46,16 +61,22 @@ def quantize(x: Tensor, bits: int | Tensor, dim: int, *, checked: bool = False) 
     scale = zero = 0.
 
     Args:
-        x: floating point, any shape.
-        bits: 1 to 8; a tensor of them must broadcast against the scale.
+        x: floating point, any shape with at least one element along ``dim``.
+        bits: 1 to 8; an integer tensor of them must broadcast against the scale.
         dim: the dimension along which a group runs.
         checked: raise on NaN or inf instead.
 
     Raises:
-        KittyError: ``bits`` is out of range, or ``checked`` and ``x`` has NaN or inf.
+        KittyError: ``bits`` is out of range, groups have no element, or ``checked`` and ``x`` has
+            NaN or inf. The values of a tensor of bits are looked at only if ``checked``, since
+            that waits for a GPU.
     """
-    if isinstance(bits, int) and not 1 <= bits <= 8:
-        raise KittyError(f"bits is {bits}, but the quantizer takes 1 to 8.")
+    _check_bits(bits, checked)
+    if x.dim() and x.shape[dim] == 0:
+        raise KittyError(
+            f"The tensor to quantize has shape {tuple(x.shape)}, so its groups along dimension "
+            f"{dim} have no element: give each at least one."
+        )
     finite = torch.isfinite(x)
     if checked and not bool(finite.all()):
         raise KittyError(
@@ -88,6 +109,16 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -
     """
     x = codes.float() * scale.float() + zero.float()
     return x.clamp(-FP16_MAX, FP16_MAX).to(dtype)
+
+
+def _check_bits(bits: int | Tensor, checked: bool) -> None:
+    if isinstance(bits, Tensor):
+        whole = not bits.is_floating_point() and not bits.is_complex()
+        sound = whole and not (checked and bool(((bits < 1) | (bits > 8)).any()))
+    else:
+        sound = isinstance(bits, int) and 1 <= bits <= 8
+    if not sound:
+        raise KittyError(f"bits is {bits}, but the quantizer takes whole numbers from 1 to 8.")
 
 
 def _levels(bits: int | Tensor, device: torch.device) -> Tensor:

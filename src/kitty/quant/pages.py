@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kitty.errors import KittyError
 from kitty.methods import Method
 from kitty.quant.groupwise import dequantize, quantize
 from kitty.quant.selection import select_channels
@@ -56,6 +57,10 @@ def quantize_keys(
         layer, first_page: place of the pages, for the random selection.
         checked: raise a KittyError on NaN or inf.
     """
+    if not method.quantizes_keys:
+        raise KittyError(
+            f"Method {method.name!r} keeps keys in 16 bit: there is nothing to quantize."
+        )
     channels = select_channels(keys, method, layer=layer, first_page=first_page)
     bits = torch.full((*keys.shape[:3], keys.shape[-1]), method.key_bits, device=keys.device)
     bits = bits.scatter(-1, channels, method.boost_bits)
@@ -71,6 +76,10 @@ def quantize_values(values: Tensor, method: Method, *, checked: bool = False) ->
         method: ``value_bits`` must not be 16.
         checked: raise a KittyError on NaN or inf.
     """
+    if not method.quantizes_values:
+        raise KittyError(
+            f"Method {method.name!r} keeps values in 16 bit: there is nothing to quantize."
+        )
     grouped = values.unflatten(-1, (-1, method.value_group(values.shape[-1])))
     codes, scale, zero = quantize(grouped, method.value_bits, dim=-1, checked=checked)
     return QuantizedValues(codes.flatten(-2), scale.squeeze(-1), zero.squeeze(-1))
