@@ -1,6 +1,7 @@
 """The packed cache inside transformers against the dense simulation fed the same calls."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -77,6 +78,33 @@ def test_a_second_turn_and_chunks_equal_the_simulation() -> None:
         whole = torch.cat([first, turn], dim=1)
         texts.append(greedy(model, whole, max_new_tokens=150, past_key_values=cache))
     assert torch.equal(*texts)
+
+
+def test_a_copied_or_saved_cache_goes_on_as_the_one_it_came_from() -> None:
+    model = kitty.enable(make("llama", torch.float32), PRO, cache="packed")
+    ids, mask = prompt(170, 30)
+    first = greedy(model, ids, mask, max_new_tokens=20, return_dict_in_generate=True)
+    cache = first.past_key_values
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    twins = [copy.deepcopy(cache), torch.load(file, weights_only=False)]
+    turn = torch.cat([first.sequences, prompt(140, 140)[0]], dim=1)
+    mask = torch.cat([mask, torch.ones(2, 160, dtype=torch.long)], dim=1)
+    text = greedy(model, turn, mask, past_key_values=cache)
+    for twin in twins:
+        assert torch.equal(greedy(model, turn, mask, past_key_values=twin), text)
+
+
+def test_another_batch_on_a_filled_cache_is_refused_and_changes_nothing() -> None:
+    model = kitty.enable(make("llama", torch.float32), PRO)
+    ids, mask = prompt(20, 9)
+    cache = KittyCache(PRO)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(KittyError, match="holds 2 sequences, but the call brings 1"):
+            model(ids[:1], past_key_values=cache)
+    assert (cache.get_seq_length(), cache.layers[0].lengths) == (20, [20, 9])
 
 
 def test_assisted_decoding_gives_the_greedy_text_across_flushes() -> None:

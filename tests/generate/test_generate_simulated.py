@@ -1,6 +1,7 @@
 """The simulated cache inside transformers: every way of generating, on tiny random models."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -299,6 +300,78 @@ def test_a_models_own_default_cache_does_not_collide_with_kittys() -> None:
     turn = torch.cat([out.sequences, ids], dim=1)
     again = greedy(model, turn, past_key_values=out.past_key_values)
     assert again.shape[1] == turn.shape[1] + FLUSHES
+
+
+def test_a_copied_or_pickled_model_stays_enabled_by_itself() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(30)
+    expected = greedy(model, ids, max_new_tokens=9)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        kitty.disable(model)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.zero_()  # the twin must not reach for the model it came from
+        out = greedy(twin, ids, max_new_tokens=9, return_dict_in_generate=True)
+        assert isinstance(out.past_key_values, SimulatedCache)
+        assert torch.equal(out.sequences, expected)
+        assert twin._prepare_cache_for_generation.model is twin
+        model = twin
+
+
+def test_a_saved_model_loads_where_kitty_is_not_imported(tmp_path) -> None:
+    kitty.enable(make(), SMALL).save_pretrained(tmp_path)
+    assert all("kitty" not in path.read_text() for path in tmp_path.glob("*.json"))
+
+
+class Adapter(torch.nn.Module):
+    """Wraps a model as PEFT does: attributes and generate() are those of the model inside."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> object:
+        if name == "inner":
+            return super().__getattr__(name)
+        return getattr(super().__getattr__("inner"), name)
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.inner
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [Adapter, compiled, lambda model: compiled(Adapter(model))])
+def test_a_wrapped_model_is_enabled_inside(wrap) -> None:
+    ids, _ = prompt(30)
+    expected = greedy(kitty.enable(make(), SMALL), ids, max_new_tokens=9)
+    model = wrap(make())
+    assert kitty.enable(model, SMALL) is model
+    out = greedy(model, ids, max_new_tokens=9, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, SimulatedCache)
+    assert torch.equal(out.sequences, expected)
+    assert kitty.disable(model) is model
+    assert model.config._attn_implementation == "sdpa"
+    out = greedy(model, ids, max_new_tokens=1, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, DynamicCache)
+
+
+def test_a_model_without_a_head_takes_a_cache() -> None:
+    model = kitty.enable(make().model, SMALL)
+    cache = SimulatedCache(SMALL)
+    with torch.no_grad():
+        model(prompt(30)[0], past_key_values=cache)
+    assert cache.get_seq_length() == 30
+    kitty.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("model", [None, "Qwen/Qwen3-4B", torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused_in_one_sentence(model) -> None:
+    with pytest.raises(KittyError, match=f"A {type(model).__name__} is no model of transformers"):
+        kitty.enable(model, SMALL)
 
 
 def test_an_encoder_decoder_is_refused_in_one_sentence() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 import torch
@@ -241,11 +242,9 @@ class PagePool:
         """
         self.layers = list(layers)
         self.max_bytes = max_bytes
-        self.keys = Pages(
-            "key", layers, lambda layout: layout.key_page_bytes, empty_key_pages, self._room
-        )
+        self.keys = Pages("key", layers, attrgetter("key_page_bytes"), empty_key_pages, self._room)
         self.values = Pages(
-            "value", layers, lambda layout: layout.value_page_bytes, empty_value_pages, self._room
+            "value", layers, attrgetter("value_page_bytes"), empty_value_pages, self._room
         )
 
     def reserve(self, key_pages: int, value_pages: int, *, fixed: bool = True) -> None:

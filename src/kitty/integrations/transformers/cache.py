@@ -5,7 +5,6 @@ The state itself lives in kitty.cache, one object per attention layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -290,6 +289,3 @@ class KittyCache(KittyCacheBase):
         super().reorder_cache(beam_idx)
         if self.state.lengths:
             self.state.select(beam_idx)
-
-
-CacheFactory = Callable[[], KittyCacheBase]

@@ -12,12 +12,7 @@ from transformers.generation import GenerationConfig, GenerationMode
 
 from kitty.errors import KittyError
 from kitty.integrations.transformers.attention import NAME
-from kitty.integrations.transformers.cache import (
-    CacheFactory,
-    KittyCache,
-    KittyCacheBase,
-    SimulatedCache,
-)
+from kitty.integrations.transformers.cache import KittyCache, KittyCacheBase, SimulatedCache
 from kitty.methods import Method, get_method
 
 _HOOKED = "_prepare_cache_for_generation"
@@ -38,7 +33,8 @@ def enable(
     A second ``enable`` replaces the method; :func:`disable` undoes it.
 
     Args:
-        model: a decoder-only model of transformers 4.53.2.
+        model: a decoder-only model of transformers 4.53.2, or torch.compile's or PEFT's wrapper
+            of one.
         method: a name from configs/methods.yaml, or a Method.
         cache: ``packed`` (2-bit pages in memory) or ``simulated`` (any bits, dense).
         overrides: fields of the method to change, for example ``rollback=16``.
@@ -51,13 +47,15 @@ def enable(
     """
     resolved = get_method(method, **overrides)
     new_cache(resolved, cache)  # says now, not at the first generate(), what it cannot hold
-    check_model(model)
-    disable(model)
-    configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
-    model.__dict__[_SAVED] = [(config, config._attn_implementation) for config in configs]
+    inner = _unwrapped(model)
+    check_model(inner)
+    disable(inner)
+    configs = {id(c): c for c in (inner.config, inner.config.get_text_config())}.values()
+    inner.__dict__[_SAVED] = [(config, config._attn_implementation) for config in configs]
     for config in configs:
         config._attn_implementation = NAME
-    _hook(model, lambda: new_cache(resolved, cache))
+    if inner.can_generate():
+        inner.__dict__[_HOOKED] = _Hook(inner, resolved, cache)
     return model
 
 
@@ -76,10 +74,28 @@ def new_cache(
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undo :func:`enable`; a model that was never enabled stays as it is."""
-    for config, implementation in model.__dict__.pop(_SAVED, []):
+    state = _unwrapped(model).__dict__
+    for config, implementation in state.pop(_SAVED, []):
         config._attn_implementation = implementation
-    model.__dict__.pop(_HOOKED, None)
+    state.pop(_HOOKED, None)
     return model
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model inside what torch.compile or PEFT made of it.
+
+    Raises:
+        KittyError: there is none.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, PreTrainedModel) and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise KittyError(
+            f"A {type(model).__name__} is no model of transformers: give what from_pretrained() of "
+            "AutoModelForCausalLM returns."
+        )
+    return inner
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -102,26 +118,35 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
-def _hook(model: PreTrainedModel, make_cache: CacheFactory) -> None:
-    original = getattr(type(model), _HOOKED)
+class _Hook:
+    """Stands in for a model's ``_prepare_cache_for_generation``.
 
-    def prepare(
+    An object with the model as a field, no closure, so that a copied or pickled model calls itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: Method, cache: str) -> None:
+        self.model = model
+        self.method = method
+        self.cache = cache
+
+    def __call__(
+        self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         assistant_model: PreTrainedModel | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        model = self.model
         given = model_kwargs.get("past_key_values")
         if given is None and _wants_kitty(model, generation_config):
-            given = model_kwargs["past_key_values"] = make_cache()
+            given = model_kwargs["past_key_values"] = new_cache(self.method, self.cache)
         if isinstance(given, KittyCacheBase):
             check_mode(generation_config, assistant_model)
             # a model's own default (Gemma: "hybrid") must not collide with the cache object
             generation_config.cache_implementation = None
+        original = getattr(type(model), _HOOKED)
         return original(model, generation_config, model_kwargs, assistant_model, *args, **kwargs)
-
-    model.__dict__[_HOOKED] = prepare
 
 
 def _wants_kitty(model: PreTrainedModel, generation_config: GenerationConfig) -> bool:
