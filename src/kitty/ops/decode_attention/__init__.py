@@ -13,7 +13,7 @@ from kitty.ops.dispatch import on_device_of, runs_kernel
 from kitty.ops.merge_states import merge_states
 from kitty.pages import Buffers, KeyPages, PageLayout, ValuePages
 
-DENSE_SPLITS = 12  # the tokens in 16 bit and the pages with 16-bit values take as long as 12 pages
+DENSE_SPLITS = 24  # further ones for tokens in 16 bit, so that hardly any split has two pages
 PROGRAMS_PER_SM = 8  # single-warp programs of up to 255 registers that one SM holds
 
 
