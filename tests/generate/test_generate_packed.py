@@ -107,6 +107,21 @@ def test_another_batch_on_a_filled_cache_is_refused_and_changes_nothing() -> Non
     assert (cache.get_seq_length(), cache.layers[0].lengths) == (20, [20, 9])
 
 
+def test_a_cache_filled_in_inference_mode_and_cropped_to_nothing_is_as_new() -> None:
+    model = kitty.enable(make("llama", torch.float32), PRO)
+    ids, mask = prompt(20, 9)
+    cache = KittyCache(PRO, rollback=20)
+    with torch.inference_mode():
+        expected = model(ids, attention_mask=mask, past_key_values=cache).logits
+    cache.crop(0)
+    assert (cache.get_seq_length(), cache.layers[0].lengths) == (0, [0, 0])
+    with torch.no_grad():
+        again = model(ids, attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(again, expected)
+        model(ids, past_key_values=cache)
+    assert cache.layers[0].lengths == [40, 29]
+
+
 def test_assisted_decoding_gives_the_greedy_text_across_flushes() -> None:
     ids, _ = prompt(150)
     method = PRO.replace(rollback=8)

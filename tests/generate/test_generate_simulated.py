@@ -374,6 +374,73 @@ def test_what_is_no_model_is_refused_in_one_sentence(model) -> None:
         kitty.enable(model, SMALL)
 
 
+def test_a_4d_mask_is_followed_or_refused() -> None:
+    ids, mask = prompt(23, 9)
+    causal = (torch.ones(23, 23).tril() * mask[:, None, :]).bool()[:, None]  # [B, 1, T, T]
+    opened = causal | ~causal.any(-1, keepdim=True)  # as transformers opens rows of pads
+    added = torch.zeros(opened.shape, dtype=torch.float64)
+    added[~opened] = torch.finfo(torch.float64).min
+    hole = causal.clone()
+    hole[:, :, 15:, 3:9] = False
+    model = kitty.enable(make(), SMALL)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, past_key_values=SimulatedCache(SMALL)).logits
+        for good in (causal, opened, added):
+            cache = SimulatedCache(SMALL)
+            logits = model(ids, attention_mask=good, past_key_values=cache).logits
+            assert cache.layers[0].lengths == [23, 9]
+            assert torch.equal(logits[mask.bool()], expected[mask.bool()])
+        for bad in (torch.ones_like(causal), hole):
+            with pytest.raises(KittyError, match="more than causal with padding"):
+                model(ids, attention_mask=bad, past_key_values=SimulatedCache(SMALL))
+
+
+def test_a_cache_whose_call_was_interrupted_is_refused_until_reset() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(30)
+    cache = SimulatedCache(SMALL, rollback=2)
+
+    def interrupt(*args) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], past_key_values=cache)
+        hook.remove()
+        for again in (lambda: model(ids[:, :1], past_key_values=cache), lambda: cache.crop(29)):
+            with pytest.raises(KittyError, match="ended between two layers"):
+                again()
+        cache.reset()
+        after = model(ids, past_key_values=cache).logits
+        assert torch.equal(after, model(ids, past_key_values=SimulatedCache(SMALL)).logits)
+
+
+def test_a_first_call_that_was_interrupted_is_noticed_too() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(30)
+    cache = SimulatedCache(SMALL)
+    with torch.no_grad():
+        model.model.layers.insert(1, torch.nn.Identity())  # takes no keywords: fails there
+        with pytest.raises(TypeError):
+            model(ids, past_key_values=cache)
+        del model.model.layers[1]
+        with pytest.raises(KittyError, match="ended between two layers"):
+            model(ids, past_key_values=cache)
+
+
+def test_a_cache_may_be_filled_in_inference_mode_and_used_outside() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(50)
+    cache = SimulatedCache(SMALL)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert cache.layers[0].lengths == [100]
+
+
 def test_an_encoder_decoder_is_refused_in_one_sentence() -> None:
     config = BartConfig(
         vocab_size=97,

@@ -88,6 +88,7 @@ class KittyCacheBase(Cache):
         carriers = tuple(Carrier(x, self, layer_idx) for x in (key_states, value_states))
         return carriers  # type: ignore[return-value]
 
+    @torch.inference_mode(False)  # what the cache makes there could not be written elsewhere
     @torch.no_grad()
     def attend(
         self,
@@ -110,13 +111,19 @@ class KittyCacheBase(Cache):
 
         Returns:
             ``[B, Hq, T, D]``.
+
+        Raises:
+            KittyError: an earlier call ended between two layers.
         """
         seen = self._columns.get(layer_idx, 0)
-        if seen == sum(x.shape[1] for x in self._real):  # the first layer to see this call
+        if seen == self._total():  # the first layer to see this call
+            self._check_whole(seen)
             self._begin_call(keys.shape[0], keys.shape[2], real)
             columns = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
             self._real.append(columns if real is None else real.cpu())
             self._may_remove = self.method.rollback
+        elif seen + keys.shape[2] != self._total():
+            _interrupted()
         if layer_idx not in self.layers:
             self.layers[layer_idx] = self._make_layer(layer_idx, sliding_window)
         out = self.layers[layer_idx].attend(
@@ -157,12 +164,13 @@ class KittyCacheBase(Cache):
 
         Raises:
             KittyError: a sequence would lose more real tokens than the method's rollback allows
-                since the last call; nothing has changed then.
+                since the last call, or a call ended between two layers; nothing has changed then.
         """
         length = self.get_seq_length()
         keep = max(0, length + max_length) if max_length < 0 else max_length
         if keep >= length:
             return
+        self._check_whole(self._total())
         columns = torch.cat(self._real, dim=1)  # [B, N]
         removed = columns[:, keep:].sum(dim=1).tolist()
         if self.method.quantized and max(removed) > self._may_remove:
@@ -173,10 +181,19 @@ class KittyCacheBase(Cache):
                 "of assistant tokens), or reset() it."
             )
         self._may_remove -= max(removed)
-        self._real = [columns[:, :keep]] if keep else []
+        self._real = [columns[:, :keep]]
         for layer_idx, layer in self.layers.items():
             layer.crop(removed)
             self._columns[layer_idx] = keep
+
+    def _total(self) -> int:
+        """Columns of all calls, the present one too."""
+        return sum(x.shape[1] for x in self._real)
+
+    def _check_whole(self, total: int) -> None:
+        """Refuse to go on where the layers hold different tokens."""
+        if any(columns != total for columns in self._columns.values()):
+            _interrupted()
 
     def _real_lengths(self) -> list[int]:
         """Real tokens of each sequence."""
@@ -207,6 +224,13 @@ class KittyCacheBase(Cache):
     def to_legacy_cache(self) -> NoReturn:
         """Raises a KittyError: the quantized state is no tuple of tensors."""
         _no_legacy()
+
+
+def _interrupted() -> NoReturn:
+    raise KittyError(
+        "An earlier call of the model ended between two layers (an interrupt or an error), so the "
+        "cache's layers hold different tokens: reset() the cache and feed it the text again."
+    )
 
 
 def _no_legacy() -> NoReturn:

@@ -147,7 +147,15 @@ def real_tokens(
             f"{sliding_window}: a Kitty cache takes a 2D padding mask there."
         )
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    own = visible[:, 0, :, -query_length:].diagonal(dim1=-2, dim2=-1)
+    before, own = visible[:, 0].tensor_split([visible.shape[-1] - query_length], dim=-1)
     # rows of pads may be opened to avoid NaN, so a token must also be seen by the last one
-    real = own & visible[:, 0, -1, -query_length:]
+    real = own.diagonal(dim1=-2, dim2=-1) & own[:, -1]
+    # every real token sees the real ones up to itself, and all see the same earlier tokens
+    strange = (own != real[:, None, :].expand_as(own).tril()).any(-1)
+    strange |= (before != before[:, -1:]).any(-1)
+    if bool((strange & real).any()):
+        raise KittyError(
+            "The 4D attention mask is more than causal with padding, which is the only pattern "
+            "that a Kitty cache holds: pass a 2D padding mask, or use the default cache."
+        )
     return None if bool(real.all()) else real
