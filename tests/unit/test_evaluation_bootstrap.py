@@ -75,3 +75,11 @@ def test_different_pages_cannot_be_paired():
 def test_one_page_has_no_interval():
     with pytest.raises(KittyError, match="at least two pages"):
         bootstrap([Pages([1.0], [128])])
+
+
+def test_draws_and_coverage_out_of_range_are_refused():
+    pages = [Pages([1.0, 2.0], [128, 128])]
+    with pytest.raises(KittyError, match="resamples is 0"):
+        bootstrap(pages, resamples=0)
+    with pytest.raises(KittyError, match="level is 95"):
+        bootstrap(pages, level=95)

@@ -1,5 +1,6 @@
 """One vectorized pass equals decoding token by token; metrics equal hand-made ones."""
 
+import dataclasses
 import json
 import math
 
@@ -392,8 +393,29 @@ def test_texts_of_wrong_length_or_shape_are_refused(model, reference, tmp_path):
     assert tokens_needed(get_method("fp16")) == 257  # two pages of predictions
     with pytest.raises(KittyError, match="600 tokens, but the model has 512 positions"):
         write_reference(model, text(600), tmp_path / "r.safetensors")
-    with pytest.raises(KittyError, match="one text"):
-        write_reference(model, text()[None], tmp_path / "r.safetensors")
+    for wrong in (text()[None], text().bool(), text().to(torch.uint8), text().float()):
+        with pytest.raises(KittyError, match="one text"):
+            write_reference(model, wrong, tmp_path / "r.safetensors")
+    with pytest.raises(KittyError, match="no token"):
+        write_reference(model, text(0), tmp_path / "r.safetensors")
+    with pytest.raises(KittyError, match="page_tokens is 0"):
+        evaluate_offline(model, text(), small("kitty"), reference, page_tokens=0)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(model, tmp_path):
+    words = model.config.vocab_size
+    for strange in (words, -1):
+        ids = text().clone()
+        ids[7] = strange
+        with pytest.raises(KittyError, match=f"id {strange}, but .* vocabulary is 0 to {words - 1}"):
+            write_reference(model, ids, tmp_path / "r.safetensors")
+
+
+def test_a_reference_whose_parts_differ_in_length_is_damaged(reference, tmp_path):
+    path = tmp_path / "r.safetensors"
+    dataclasses.replace(reference, hidden=reference.hidden[:3]).save(path)
+    with pytest.raises(KittyError, match="damaged"):
+        Reference.load(path)
 
 
 def test_a_model_with_another_attention_is_refused(reference):

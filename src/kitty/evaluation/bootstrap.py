@@ -58,13 +58,18 @@ def bootstrap(
 
     Args:
         passages: at least one, of at least two pages each.
-        resamples: number of draws.
+        resamples: number of draws, at least 1.
         level: coverage of the interval, in (0, 1).
         seed: of the draws.
 
     Raises:
-        KittyError: a passage has fewer than two pages.
+        KittyError: a passage has fewer than two pages, or ``resamples`` or ``level`` is out of
+            range.
     """
+    if resamples < 1:
+        raise KittyError(f"resamples is {resamples}, but a bootstrap needs at least 1 draw.")
+    if not 0 < level < 1:
+        raise KittyError(f"level is {level}, but a coverage lies between 0 and 1, such as 0.95.")
     if any(len(p.values) < 2 for p in passages) or not passages:
         raise KittyError(
             "A confidence interval over pages needs at least two pages per text: use a longer text."

@@ -308,6 +308,8 @@ def head_dim(model: Any) -> int:
 
 
 def _check_length(token_ids: Tensor, method: Method, page_tokens: int) -> None:
+    if page_tokens < 1:
+        raise KittyError(f"page_tokens is {page_tokens}, but a page holds at least 1 token.")
     needed = tokens_needed(method, page_tokens)
     if len(token_ids) < needed:
         raise KittyError(

@@ -53,6 +53,8 @@ class Reference:
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
                 hidden, ids = file.get_tensor("hidden"), file.get_tensor("token_ids")
+            if hidden.dim() != 2 or ids.shape != hidden.shape[:1]:
+                raise TypeError("hidden states and token ids do not belong together")
             return cls(ids, hidden, metadata["fingerprint"])
         except (OSError, safetensors.SafetensorError, KeyError, TypeError) as error:
             raise KittyError(
@@ -88,15 +90,25 @@ def model_fingerprint(model: Any) -> str:
 
 
 def check_text(model: Any, token_ids: Tensor) -> None:
-    """Refuse token ids that are no single text, or that the model has no positions for.
+    """Refuse token ids that are no single text, or that the model has no words or positions for.
 
     Raises:
-        KittyError: the shape is not ``[T]``, or T exceeds the model's positions.
+        KittyError: the shape is not ``[T]`` with T at least 1, T exceeds the model's positions, or
+            an id exceeds its vocabulary.
     """
-    if token_ids.dim() != 1 or token_ids.is_floating_point():
+    if token_ids.dim() != 1 or token_ids.dtype not in (torch.int32, torch.int64):
         raise KittyError(
             f"token_ids has shape {tuple(token_ids.shape)} and dtype {token_ids.dtype}, but one "
-            "text is evaluated at a time: give a vector of integers."
+            "text is evaluated at a time: give a vector of int64."
+        )
+    if len(token_ids) == 0:
+        raise KittyError("The text has no token: give a longer one.")
+    words = model.get_input_embeddings().weight.shape[0]
+    low, high = (int(x) for x in token_ids.aminmax())
+    if low < 0 or high >= words:
+        raise KittyError(
+            f"The text has token id {low if low < 0 else high}, but the model's vocabulary is 0 to "
+            f"{words - 1}: use the tokenizer that belongs to the model."
         )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and len(token_ids) > limit:
