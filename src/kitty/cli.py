@@ -349,6 +349,10 @@ def check_out(out: Path | None) -> None:
 
     if out is not None:
         check_writable(out.absolute().parent)
+        if out.is_dir():
+            raise KittyError(
+                f"{out} is a folder: name the file of the record, such as {out}/r.json."
+            )
 
 
 def deliver(record: dict[str, Any], out: Path | None, as_json: bool) -> None:

@@ -177,13 +177,16 @@ def load_model(
     options: dict[str, Any] = {"local_files_only": folder is not None}
     with _told_plainly(spec, folder):
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             place,
             torch_dtype=torch_dtype(dtype or spec.dtype),
             attn_implementation=attn_implementation,
             device_map=None if device == "cpu" else device,
+            output_loading_info=True,
             **options,
         )
+        if missing := loaded["missing_keys"]:  # transformers would go on with random numbers
+            raise ValueError(f"its weights lack {len(missing)} tensors such as {missing[0]}")
     return model.eval(), tokenizer
 
 
@@ -245,7 +248,7 @@ def _told_plainly(spec: ModelSpec, folder: Path | None) -> Iterator[None]:
             f"A weights file of model {spec.name!r} in {folder or spec.hub} is damaged ({error}): "
             "fetch the model again."
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # a damaged config or tokenizer raises what it happens to hit
         if folder is None:
             raise KittyError(
                 f"Model {spec.name!r} cannot be loaded from the hub as {spec.hub}: check its name, "

@@ -55,6 +55,7 @@ MISTAKES = [
     (["eval", "--model", "nope"], "Model 'nope' is not known"),
     (["eval", "--passage", "nope"], "Passage 'nope'"),
     (["eval", "--out", "/proc/nowhere/record.json"], "/proc/nowhere cannot be written"),
+    (["eval", "--out", "."], ". is a folder"),
     (["eval", "--reference", "DAMAGED", "--tokens", "420"], "damaged"),
     (["analyze", "--method", "fp16", "--tokens", "420"], "no choice to analyse"),
     (["run", "nope"], "Experiment 'nope' is not known"),

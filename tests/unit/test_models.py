@@ -112,6 +112,32 @@ def test_a_missing_weights_file_is_told_in_one_sentence(folder_copy):
         models.load_model(folder_copy)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[1, 2]"),
+        ("config.json", '{"model_type": '),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", None),
+    ],
+)
+def test_a_damaged_config_or_tokenizer_is_told_in_one_sentence(folder_copy, name, content):
+    (folder_copy / name).unlink()
+    if content is not None:
+        (folder_copy / name).write_text(content)
+    with pytest.raises(KittyError, match="cannot be loaded from"):
+        models.load_model(folder_copy)
+
+
+def test_weights_of_fewer_layers_than_the_config_has_are_refused(folder_copy):
+    config = json.loads((folder_copy / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder_copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(KittyError, match=r"its weights lack \d+ tensors such as model\.layers"):
+        models.load_model(folder_copy)
+
+
 def test_an_unknown_dtype_is_refused(model_folder):
     with pytest.raises(KittyError, match="'int4' is not known"):
         models.load_model(model_folder, dtype="int4")
