@@ -20,6 +20,7 @@ from kitty.paths import configs_dir
 
 SELECTIONS = ("magnitude", "random", "variance")
 UNQUANTIZED_BITS = 16
+SEEDS = 1 << 32  # the hash of the random selection takes 32 bits
 PACKED_BITS = 2
 PACKED_BOOST_BITS = 4
 PACKED_PAGE_MULTIPLE = 128
@@ -40,7 +41,7 @@ class Method:
         window: local window, most recent values kept in 16 bit besides the q-buffer (R).
         page_size: tokens of one page (G).
         rollback: tokens that may be taken back (r); every count uses the length minus r.
-        seed: of the random selection.
+        seed: of the random selection, below 2^32.
 
     Raises:
         KittyError: a field is out of its range.
@@ -81,8 +82,11 @@ class Method:
         if self.num_boosted(1024) and self.boost_bits < self.key_bits:
             raise KittyError(
                 f"boost_bits is {self.boost_bits}, below key_bits {self.key_bits}: boosted "
-                "channels need at least as many bits as the others."
+                "channels need at least as many bits as the others, so raise boost_bits or set "
+                "boost_ratio to 0."
             )
+        if self.seed >= SEEDS:
+            raise KittyError(f"seed is {self.seed}, but it must be below 2^32 = {SEEDS}.")
 
     @property
     def quantizes_keys(self) -> bool:
@@ -199,7 +203,7 @@ def sweep_name(prefix: str, ratio: float, selection: str) -> str:
 
 
 @functools.cache
-def load_methods(path: Path | None = None) -> dict[str, Method]:
+def load_methods(path: str | Path | None = None) -> dict[str, Method]:
     """All methods of a methods file, by name, in the file's order.
 
     Args:
@@ -208,12 +212,12 @@ def load_methods(path: Path | None = None) -> dict[str, Method]:
     Raises:
         KittyError: the file is missing, is no YAML, or breaks the schema.
     """
-    path = path or configs_dir() / "methods.yaml"
+    path = Path(path or configs_dir() / "methods.yaml")
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
         raise KittyError(f"The methods file {path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise KittyError(f"The methods file {path} is not valid YAML: {error}.") from error
     schema = json.loads((configs_dir() / "schemas" / "methods.schema.json").read_text())
     fault = jsonschema.exceptions.best_match(

@@ -102,6 +102,8 @@ def test_the_packed_cache_holds_two_bit_values_and_boosted_two_bit_keys(
         ({"page_size": 0}, ("page_size", "0")),
         ({"sink": -1}, ("sink", "-1")),
         ({"boost_bits": 1}, ("boost_bits", "1", "key_bits 2")),
+        ({"key_bits": 16}, ("boost_bits", "4", "key_bits 16", "boost_ratio to 0")),
+        ({"seed": 2**32}, ("seed", "4294967296", "2^32")),
         ({"colour": 3}, ("colour", "settings")),
     ],
 )
@@ -131,6 +133,13 @@ def test_a_broken_methods_file_is_named(tmp_path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(KittyError, match=r"methods\.yaml"):
         load_methods(path)
+
+
+def test_a_methods_file_that_is_no_text_is_named(tmp_path) -> None:
+    path = tmp_path / "methods.yaml"
+    path.write_bytes(b"\x80\xff")
+    with pytest.raises(KittyError, match=r"methods\.yaml is not valid YAML"):
+        load_methods(str(path))
 
 
 def test_each_number_of_the_method_stands_once() -> None:
