@@ -30,7 +30,7 @@ FP16_MAX = tl.constexpr(65504.0)
 LOW_TOP = tl.constexpr(3.0)  # highest code of 2 bits
 BOOST_TOP = tl.constexpr(15.0)  # highest code of 4 bits
 N_PLANES = tl.constexpr(8)
-COARSE = tl.constexpr(393216.0)  # 1.5 · 2^18: fp32 numbers of its size are multiples of 2^-5
+KEY_REGISTERS, VALUE_REGISTERS = 80, 72  # of a thread, at most
 FIXED_POINT = tl.constexpr(16777216.0)  # 2^24: fp16 numbers are multiples of 2^-24
 
 
@@ -175,17 +175,13 @@ def key_statistics(
 ):
     """Minimum, maximum and sum (of magnitudes; of numbers for the variance) of each channel.
 
-    ``[G/8, BLOCK_D]`` of each, over the planes. The sum is exact: fp16 numbers are multiples of
-    2^-24, and a page's sum stays below 2^24, which fp64 holds. Magnitudes are first cut in two, so
-    that the 8 planes can be added in fp32: multiples of 2^-5, of which 8 stay below 2^19, and
-    rests of at most 2^-6.
+    ``[G/8, BLOCK_D]`` of each, over the planes. The sum in fp64 is exact: fp16 numbers are
+    multiples of 2^-24, and a page's sum stays below 2^24.
     """
     ROWS: tl.constexpr = o_t.shape[0]
     b_low = tl.full([ROWS, o_c.shape[0]], float("inf"), tl.float32)
     b_high = tl.full([ROWS, o_c.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64)
-    b_coarse = tl.zeros([ROWS, o_c.shape[0]], tl.float32)
-    b_rest = tl.zeros([ROWS, o_c.shape[0]], tl.float32)
     for i_step in range(N_PLANES // UNROLL):
         for i_inner in tl.static_range(UNROLL):
             rows = plane_rows(first, i_step * UNROLL + i_inner, o_t, ROWS, RING)
@@ -194,14 +190,9 @@ def key_statistics(
             if CAREFUL:
                 b_x = tl.where(tl.abs(b_raw) < float("inf"), b_x, 0.0)
             if SUM == "magnitude":
-                b_x = tl.abs(b_x)
-                b_cut = (b_x + COARSE) - COARSE
-                b_coarse += b_cut
-                b_rest += b_x - b_cut
+                b_sum += tl.abs(b_x).to(tl.float64)
             elif SUM == "variance":
                 b_sum += b_x.to(tl.float64)
-    if SUM == "magnitude":
-        b_sum = b_coarse.to(tl.float64) + b_rest.to(tl.float64)
     return b_low, b_high, b_sum
 
 
@@ -529,6 +520,9 @@ def launch_quantize_pages(
     page_size = keys.words.shape[2] * 8
     # contraction of x·y + z would round once where the specification rounds twice
     compiler = {"num_warps": 4, "enable_fp_fusion": False, **options}
+    # latency is hidden by programs: room for one more on an SM is worth a few spilled registers
+    caps = KEY_REGISTERS, VALUE_REGISTERS
+    key_cap, value_cap = ({"maxnreg": n} if head_dim <= 128 else {} for n in caps)
     group = min(head_dim, page_size)
     key_pages = max(0, num_tokens - sink - rollback) // page_size
     value_pages = max(0, num_tokens - sink - window - rollback) // page_size
@@ -552,7 +546,7 @@ def launch_quantize_pages(
             SINK=sink,
             SELECTION=selection,
             UNROLL=unroll,
-            **compiler,
+            **{**key_cap, **compiler},
         )
     if value_pages > 0:
         quantize_values_kernel[(value_pages * heads, batch)](
@@ -571,7 +565,7 @@ def launch_quantize_pages(
             UNPAGED=sink + window + rollback,
             SINK=sink,
             UNROLL=unroll,
-            **compiler,
+            **{**value_cap, **compiler},
         )
 
 
