@@ -302,6 +302,25 @@ def test_a_models_own_default_cache_does_not_collide_with_kittys() -> None:
     assert again.shape[1] == turn.shape[1] + FLUSHES
 
 
+def test_a_compiled_forward_with_a_kitty_cache_equals_the_plain_one() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, mask = prompt(30, 11)
+    more = torch.cat([mask, torch.ones_like(mask)], dim=1)
+    logits = []
+    with torch.no_grad():
+        for forward in (model.forward, torch.compile(model.forward, backend="eager")):
+            cache = SimulatedCache(SMALL)
+            forward(ids, attention_mask=mask, past_key_values=cache)
+            for at in range(30):
+                step = forward(
+                    ids[:, at : at + 1],
+                    attention_mask=more[:, : 31 + at],
+                    past_key_values=cache,
+                ).logits
+            logits.append(step)
+    assert torch.equal(*logits)
+
+
 def test_a_copied_or_pickled_model_stays_enabled_by_itself() -> None:
     model = kitty.enable(make(), SMALL)
     ids, _ = prompt(30)

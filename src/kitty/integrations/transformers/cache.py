@@ -151,6 +151,7 @@ class KittyCacheBase(Cache):
             return self._columns.get(layer_idx or 0, 0)
         return next(iter(self._columns.values()))
 
+    @torch.compiler.disable  # a length of its own type is nothing to trace
     def get_mask_sizes(self, cache_position: Tensor, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask covers: all columns, those of the call too."""
         return KittyLength(self.get_seq_length(layer_idx) + len(cache_position)), 0
