@@ -121,6 +121,25 @@ def test_pages_behind_two_to_the_31_elements_are_addressed(device: str) -> None:
     check_far_pages(device)
 
 
+@pytest.mark.parametrize("large", [0.0, 1.0, 65504.0])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_sums_of_magnitudes_that_differ_in_the_last_bit_are_told_apart(
+    large: float, kernel: bool, device: str
+) -> None:
+    case = Case(head_dim=16, boost_ratio=1 / 16, heads=1, sink=0, window=0, lengths=(128,))
+    k = torch.zeros(1, 1, 128, 16, dtype=torch.float16)
+    k[0, 0, :, 3] = k[0, 0, :, 9] = large
+    k[0, 0, 77, 3] = k[0, 0, 77, 9] = 2.0**-23
+    k[0, 0, 77, 9] = -3 * 2.0**-24  # the larger magnitude, by the least step of fp16
+    k = k.to(device)
+    keys, values = storage(case, 1, device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens = torch.full((1,), 128, dtype=torch.int32, device=device)
+    with interpreting(kernel and device == "cpu"):
+        quantize_pages(k, k, keys, values, table, table, lens, case.method)
+    assert keys.boosted.tolist() == [[[9]]]
+
+
 def test_a_page_without_an_id_is_skipped(device: str) -> None:
     case = Case(head_dim=16, heads=1, lengths=(270,))
     k, v = random_tokens(case, device)
