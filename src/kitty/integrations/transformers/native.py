@@ -47,7 +47,7 @@ def prepare_native(
         return new_cache()
     if not hasattr(settings, "method"):
         raise KittyError(
-            f"cache_config is a {type(settings).__name__}, but cache_implementation=\"kitty\" "
+            f'cache_config is a {type(settings).__name__}, but cache_implementation="kitty" '
             'takes a dict such as {"method": "kitty-pro"}.'
         )
     return native_cache(settings)
