@@ -30,7 +30,7 @@ FP16_MAX = tl.constexpr(65504.0)
 LOW_TOP = tl.constexpr(3.0)  # highest code of 2 bits
 BOOST_TOP = tl.constexpr(15.0)  # highest code of 4 bits
 N_PLANES = tl.constexpr(8)
-KEY_REGISTERS, VALUE_REGISTERS = 80, 72  # of a thread, at most
+VALUE_REGISTERS = 72  # of a thread, at most
 FIXED_POINT = tl.constexpr(16777216.0)  # 2^24: fp16 numbers are multiples of 2^-24
 
 
@@ -520,9 +520,8 @@ def launch_quantize_pages(
     page_size = keys.words.shape[2] * 8
     # contraction of x·y + z would round once where the specification rounds twice
     compiler = {"num_warps": 4, "enable_fp_fusion": False, **options}
-    # latency is hidden by programs: room for one more on an SM is worth a few spilled registers
-    caps = KEY_REGISTERS, VALUE_REGISTERS
-    key_cap, value_cap = ({"maxnreg": n} if head_dim <= 128 else {} for n in caps)
+    # room for one more program on an SM hides more latency; the keys' kernel would spill
+    value_cap = {"maxnreg": VALUE_REGISTERS} if head_dim <= 128 else {}
     group = min(head_dim, page_size)
     key_pages = max(0, num_tokens - sink - rollback) // page_size
     value_pages = max(0, num_tokens - sink - window - rollback) // page_size
@@ -546,7 +545,7 @@ def launch_quantize_pages(
             SINK=sink,
             SELECTION=selection,
             UNROLL=unroll,
-            **{**key_cap, **compiler},
+            **compiler,
         )
     if value_pages > 0:
         quantize_values_kernel[(value_pages * heads, batch)](
