@@ -141,7 +141,9 @@ class Cache:
             num_key, num_value = method.key_pages(length - 1), method.value_pages(length - 1)
             for p in range(num_key):
                 part = slice(case.sink + p * size, case.sink + (p + 1) * size)
-                page = pack_keys(quantize_keys(k[b : b + 1, :, None, part], method, layer=0), layout)
+                page = pack_keys(
+                    quantize_keys(k[b : b + 1, :, None, part], method, layer=0), layout
+                )
                 self._put(self.keys, self.key_table[b, p], page)
             for p in range(num_value):
                 part = slice(case.sink + p * size, case.sink + (p + 1) * size)

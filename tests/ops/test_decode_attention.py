@@ -1,8 +1,7 @@
-"""decode_attention and merge_states: kernels (interpreted without a GPU) against fp64 references."""
+"""decode_attention and merge_states: kernels, interpreted without a GPU, against fp64."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -170,8 +169,8 @@ def test_parts_without_keys_are_left_out_of_a_merge(device: str) -> None:
 
 MUTATIONS = {
     "planes 6 and 7 exchanged": [
-        ("s6 = tl.dot(plane(b_w, b_w5, 6, ASM), b_q)", "s6 = tl.dot(plane(b_w, b_w5, 7, ASM), b_q)"),
-        ("s7 = tl.dot(plane(b_w, b_w5, 7, ASM), b_q)", "s7 = tl.dot(plane(b_w, b_w5, 6, ASM), b_q)"),
+        ("b_w5, 6, ASM), b_q)\n    s7", "b_w5, 7, ASM), b_q)\n    s7"),
+        ("b_w5, 7, ASM), b_q)\n    return", "b_w5, 6, ASM), b_q)\n    return"),
     ],
     "high plane not raised": [("(b_norm * 4.0)", "(b_norm * 1.0)")],
     "pages shifted by one": [("tl.load(p_key_row + i + 1,", "tl.load(p_key_row + i,")],
@@ -182,12 +181,14 @@ MUTATIONS = {
     "value scale and zero exchanged": [
         ("b_scale, b_zero = tl.split(b_meta)", "b_zero, b_scale = tl.split(b_meta)")
     ],
-    "ring slots off by one": [("o_slot = start % capacity + o_s", "o_slot = start % capacity + o_s + 1")],
-    "sink left out": [("sink_blocks = (num_sink + BLOCK_DENSE - 1)", "sink_blocks = 0 * (num_sink)")],
-    "values paged too early": [("pages = num_pages(least, VALUE_UNPAGED", "pages = num_pages(least, KEY_UNPAGED")],
-    "last plane of a share lost": [("last_plane = tl.minimum(end - i * N_PLANES, N_PLANES)", "last_plane = tl.minimum(end - i * N_PLANES, N_PLANES - 1)")],
-    "old sums not rescaled": [("            b_l = b_l * b_alpha[None, :]\n            b_offset = b_offset", "            b_offset = b_offset")],
-}  # fmt: skip
+    "ring slots off by one": [("% capacity + o_s", "% capacity + o_s + 1")],
+    "sink left out": [("sink_blocks = (num_sink + BLOCK_DENSE - 1)", "sink_blocks = 0 * num_sink")],
+    "values paged too early": [("num_pages(least, VALUE_UNPAGED", "num_pages(least, KEY_UNPAGED")],
+    "last plane of a page lost": [("end - i * N_PLANES, N_PLANES)", "end - i * N_PLANES, 7)")],
+    "old sums not rescaled": [
+        ("            b_l = b_l * b_alpha[None, :]\n            b_offset", "            b_offset")
+    ],
+}
 
 
 def mutated(changes: list[tuple[str, str]], folder: Path) -> ModuleType:
@@ -214,8 +215,14 @@ def test_a_broken_kernel_is_noticed(
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = mutated(MUTATIONS[name], tmp_path)
     monkeypatch.setattr(kitty.ops.decode_attention.kernel, "launch_decode", module.launch_decode)
-    # keys that shrink along the sequence move the maximum up, then leave it
-    cases = (DecodeCase(lengths=(700,), heads=1, num_splits=1), dataclasses.replace(CASES[0]))
-    with pytest.raises(AssertionError):
-        for case in cases:
-            check_decode(case, device)
+    cases = (DecodeCase(lengths=(700,), heads=1, num_splits=1), CASES[0])
+    assert not all(passes(case, device) for case in cases)
+
+
+def passes(case: DecodeCase, device: str) -> bool:
+    """Whether a case is within its tolerance."""
+    try:
+        check_decode(case, device)
+    except AssertionError:
+        return False
+    return True
