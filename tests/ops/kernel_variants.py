@@ -12,7 +12,7 @@ from types import ModuleType
 PAGES = {"G": 128, "D": 128, "D_BOOST": 32, "BLOCK_D": 128}
 GROUPS = {"GROUP": 128, "BLOCK_GROUP": 128}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
-QUANTIZE = {"num_warps": 8, "enable_fp_fusion": False}
+QUANTIZE = {"num_warps": 4, "enable_fp_fusion": False}
 APPEND = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 128}
 KEY_PAGE_TYPES = {
     "p_key_words": "*i16",
@@ -43,29 +43,27 @@ def _quantize_keys(name: str, dtype: str = "fp16", **changes: object) -> dict:
             "UNPAGED": 32,
             "SINK": 32,
             "SELECTION": "magnitude",
-            "UNROLL": 4,
+            "UNROLL": 1,
             **changes,
         },
         "options": QUANTIZE,
     }
 
 
-def _quantize_values(name: str, dtype: str = "fp16", **changes: object) -> dict:
+def _quantize_values(name: str, dtype: str = "fp16", **changes: int) -> dict:
+    def choices(module: ModuleType) -> tuple[dict, dict]:
+        constants = {"G": 128, "D": 128, **GROUPS, "UNPAGED": 160, "SINK": 32, "UNROLL": 1}
+        constants.update(changes)
+        cap = {"maxnreg": module.VALUE_REGISTERS} if constants["D"] <= 128 else {}
+        return constants, {**QUANTIZE, **cap}
+
     return {
         "name": f"quantize_values{name}",
         "module": "kitty.ops.quantize_pages.kernel",
         "kernel": "quantize_values_kernel",
         "types": {"p_v": f"*{dtype}", **STORAGE_TYPES, **LENGTH_TYPES},
-        "constants": {
-            "G": 128,
-            "D": 128,
-            **GROUPS,
-            "UNPAGED": 160,
-            "SINK": 32,
-            "UNROLL": 4,
-            **changes,
-        },
-        "options": QUANTIZE,
+        "constants": choices,
+        "options": {},
     }
 
 
@@ -138,7 +136,6 @@ def _decode(
             "VALUE_UNPAGED": 160,
             "KEY_RING": 129,
             "VALUE_RING": 257,
-            "NUM_SPLITS": 8,
             "ASM": True,
             "MOVMATRIX": module.MOVMATRIX_HOLDS,
         }
