@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kitty.environment import environment, peak_memory_bytes, revision
 from kitty.methods import Method
-from kitty.models import ModelSpec, describe_model, lean_imports, load_model
+from kitty.models import ModelSpec, describe_model, enough_memory, lean_imports, load_model
 from kitty.records import SCHEMA_VERSION, Record
 from kitty.texts import Passage, check_length
 
@@ -88,7 +88,8 @@ def measure_reference(setting: Setting, method: Method, path: Path) -> None:
     from kitty.evaluation import write_reference
 
     model, ids = load(setting, method)
-    write_reference(model, ids, path)
+    with enough_memory(setting.device, setting.spec.name):
+        write_reference(model, ids, path)
 
 
 def measure_quality(
@@ -106,7 +107,8 @@ def measure_quality(
     model, ids = load(setting, method)
     found = Reference.load(reference)
     # Bootstrap draws are the same for all methods, whatever their own seed is.
-    result = evaluate_offline(model, ids, method, found, progress=progress)
+    with enough_memory(setting.device, setting.spec.name):
+        result = evaluate_offline(model, ids, method, found, progress=progress)
     return finish("quality", setting, method, len(ids), result, started, repeat)
 
 
@@ -122,7 +124,8 @@ def measure_analysis(
 
     started = time.perf_counter()
     model, ids = load(setting, method)
-    result = analyze(model, ids, method, map_layer=layer, progress=progress)
+    with enough_memory(setting.device, setting.spec.name):
+        result = analyze(model, ids, method, map_layer=layer, progress=progress)
     return finish("analysis", setting, method, len(ids), result, started, 0)
 
 

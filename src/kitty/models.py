@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+DEVICES = re.compile(r"cpu|auto|cuda(:\d+)?")
 HUB_PREFIX = "hub:"
 MANIFEST = "kitty.json"
 CONVERSION = 1  # raise it when convert() changes, so that folders converted before are not used
@@ -164,8 +166,10 @@ def load_model(
         The model in eval mode, and its tokenizer.
 
     Raises:
-        KittyError: the model is unknown, missing, damaged, or cannot be downloaded.
+        KittyError: the device is not there or too small, or the model is unknown, missing,
+            damaged, or cannot be downloaded.
     """
+    check_device(device)
     spec = find_model(name_or_path)
     folder = folder_of(spec)
     _quiet_transformers()
@@ -175,8 +179,8 @@ def load_model(
         import kitty.integrations.transformers  # noqa: F401  (registers the attention function)
     place = str(folder) if folder is not None else str(spec.hub)
     options: dict[str, Any] = {"local_files_only": folder is not None}
-    with _told_plainly(spec, folder):
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    with _told_plainly(spec, folder), enough_memory(device, spec.name):
+        tokenizer = _load_tokenizer(AutoTokenizer, place, options)
         model, loaded = AutoModelForCausalLM.from_pretrained(
             place,
             torch_dtype=torch_dtype(dtype or spec.dtype),
@@ -188,6 +192,88 @@ def load_model(
         if missing := loaded["missing_keys"]:  # transformers would go on with random numbers
             raise ValueError(f"its weights lack {len(missing)} tensors such as {missing[0]}")
     return model.eval(), tokenizer
+
+
+def _load_tokenizer(auto: Any, place: str, options: dict[str, Any]) -> Any:
+    """The tokenizer; a local one that cannot be read is told from the rest of the model."""
+    try:
+        return auto.from_pretrained(place, **options)
+    except Exception as error:
+        if not options["local_files_only"]:
+            raise
+        # transformers takes an unreadable tokenizer.json for a SentencePiece model to be converted,
+        # and then asks for the libraries that this would need.
+        misled = isinstance(error, ImportError) and not any(Path(place).glob("*.model"))
+        reason = "" if misled else f" ({_first_sentence(error)})"
+        raise ValueError(f"its tokenizer is missing or damaged{reason}") from error
+
+
+def check_device_name(device: str) -> None:
+    """Refuse what :func:`load_model` does not take as a device, whatever this machine has.
+
+    Raises:
+        KittyError: it is none of cpu, cuda, cuda:N, auto.
+    """
+    if not DEVICES.fullmatch(device):
+        raise KittyError(f"Device {device!r} is not known: use cpu, cuda, cuda:1 …, or auto.")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Raises:
+        KittyError: its name is not known, or there is no such GPU.
+    """
+    check_device_name(device)
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise KittyError(
+            f"Device {device!r} cannot be used, as torch {torch.__version__} finds no CUDA GPU: "
+            "use cpu, or install a CUDA build of torch and the driver."
+        )
+    if int(device.partition(":")[2] or 0) >= gpus:
+        raise KittyError(
+            f"Device {device!r} is not there, as this machine has {gpus} CUDA GPUs: use cuda:0 to "
+            f"cuda:{gpus - 1}."
+        )
+
+
+@contextlib.contextmanager
+def enough_memory(device: str, model: str) -> Iterator[None]:
+    """Turn what torch raises where the memory does not suffice into one sentence.
+
+    Raises:
+        KittyError: the memory did not suffice.
+    """
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # On a CPU, torch raises a plain RuntimeError.
+        full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not full and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise KittyError(
+            f"Device {device!r} has too little memory for model {model!r}: use fewer tokens, a "
+            "smaller dtype, a smaller model or another device."
+        ) from error
+
+
+def num_layers(spec: ModelSpec) -> int | None:
+    """Layers of a model as its config says; None where no config is on this machine yet."""
+    folder = spec.folder if spec.embedded is None else embedded_folder(spec)
+    if folder is None:
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return int(config.get("text_config", config)["num_hidden_layers"])
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None  # loading the model says what is wrong with it
 
 
 def torch_dtype(dtype: str | torch.dtype | None) -> Any:

@@ -130,6 +130,16 @@ def test_a_damaged_config_or_tokenizer_is_told_in_one_sentence(folder_copy, name
         models.load_model(folder_copy)
 
 
+@pytest.mark.parametrize("content", [None, "{}", "{"])
+def test_a_missing_or_damaged_tokenizer_is_called_so(folder_copy, content):
+    (folder_copy / "tokenizer.json").unlink()
+    if content is not None:
+        (folder_copy / "tokenizer.json").write_text(content)
+    with pytest.raises(KittyError, match="its tokenizer is missing or damaged") as caught:
+        models.load_model(folder_copy)
+    assert "protobuf" not in str(caught.value)
+
+
 def test_weights_of_fewer_layers_than_the_config_has_are_refused(folder_copy):
     config = json.loads((folder_copy / "config.json").read_text())
     config["num_hidden_layers"] += 1
@@ -141,6 +151,40 @@ def test_weights_of_fewer_layers_than_the_config_has_are_refused(folder_copy):
 def test_an_unknown_dtype_is_refused(model_folder):
     with pytest.raises(KittyError, match="'int4' is not known"):
         models.load_model(model_folder, dtype="int4")
+
+
+@pytest.mark.parametrize("device", ["meta", "nosuch", "", "mps", "cuda:", "cuda:-1", "cpu:0"])
+def test_an_unknown_device_is_refused_before_the_model_is_looked_for(device):
+    with pytest.raises(KittyError, match="is not known: use cpu, cuda, cuda:1 "):
+        models.load_model("./nowhere", device=device)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "part"),
+    [(0, "cuda", "no CUDA GPU"), (0, "cuda:0", "no CUDA GPU"), (2, "cuda:2", "2 CUDA GPUs")],
+)
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, gpus, device, part):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(KittyError, match=f"'{device}' .*{part}"):
+        models.load_model("./nowhere", device=device)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_model_too_large_for_the_device_is_not_called_damaged(model_folder, monkeypatch, error):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
+    with pytest.raises(KittyError, match=r"'cpu' has too little memory .* smaller dtype") as caught:
+        models.load_model(model_folder)
+    assert "again" not in str(caught.value)
 
 
 def test_the_embedded_model_loads_with_its_own_special_tokens():
