@@ -16,9 +16,9 @@ import yaml
 
 from kitty.errors import KittyError
 from kitty.methods import Method, get_method, sweep_name
-from kitty.models import ModelSpec, find_model
+from kitty.models import ModelSpec, check_device_name, find_model, num_layers
 from kitty.paths import configs_dir
-from kitty.texts import known_passages, least_tokens
+from kitty.texts import known_passages, least_tokens, load_passage
 
 
 @dataclass(frozen=True)
@@ -251,10 +251,42 @@ def _check(experiment: Experiment) -> Experiment:
             f"Experiment {experiment.name!r} analyses passage {sorted(strange)[0]!r}, which is not "
             "among its passages."
         )
+    check_device_name(experiment.device)
+    _check_analysis(experiment)
     longest = max(experiment.methods, key=least_tokens)
     if experiment.tokens < least_tokens(longest):
         raise KittyError(
             f"Experiment {experiment.name!r} uses {experiment.tokens} tokens, but method "
             f"{longest.name!r} needs {least_tokens(longest)} (its 16-bit buffers and two pages)."
         )
+    _check_lengths(experiment)
     return experiment
+
+
+def _check_analysis(experiment: Experiment) -> None:
+    method, layer = experiment.analysis_method, experiment.analysis_layer
+    if method is not None and not 0 < method.boost_ratio < 1:
+        boosted = "no" if method.boost_ratio == 0 else "every"
+        raise KittyError(
+            f"Experiment {experiment.name!r} analyses the choice of method {method.name!r}, which "
+            f"boosts {boosted} key channel: use a method such as kitty or kitty-pro."
+        )
+    for model, spec in experiment.models.items():
+        layers = None if layer is None else num_layers(spec)
+        if layer is not None and layers is not None and layer >= layers:
+            raise KittyError(
+                f"Experiment {experiment.name!r} analyses layer {layer}, but model {model!r} has "
+                f"layers 0 to {layers - 1}: use one of these."
+            )
+
+
+def _check_lengths(experiment: Experiment) -> None:
+    """Refuse a text that is too short whatever the tokenizer: a token has at least a byte."""
+    for name, passage in experiment.passages.items():
+        num_bytes = len(load_passage(passage).text.encode())
+        if num_bytes < experiment.tokens:
+            raise KittyError(
+                f"Passage {name!r} has {num_bytes} bytes and so cannot give the "
+                f"{experiment.tokens} tokens of experiment {experiment.name!r}: ask for fewer "
+                "tokens, or give a longer text."
+            )

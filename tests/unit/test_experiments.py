@@ -8,6 +8,7 @@ import yaml
 from kitty.errors import KittyError
 from kitty.experiments import known_experiments, load_experiment, same_storage
 from kitty.methods import get_method
+from kitty.models import obtain_embedded
 
 BASE = {
     "title": "Test",
@@ -101,9 +102,15 @@ def test_only_random_selections_are_repeated_each_with_its_seed(tmp_path):
         ({"methods": []}, "wrong at methods"),
         ({"sweeps": [{"prefix": "kitty", "percent": [13], "selection": ["random"]}]}, "not known"),
         ({"analysis": {"passages": ["python-string-formatting"]}}, "not among its passages"),
+        ({"analysis": {"method": "fp16"}}, "'fp16', which boosts no key channel"),
+        ({"analysis": {"method": "kitty-100-magnitude"}}, "which boosts every key channel"),
+        ({"analysis": {"layer": 99}}, "layer 99, but .* has layers 0 to 29"),
+        ({"tokens": 10**7}, r"has \d+ bytes and so cannot give the 10000000 tokens"),
+        ({"device": "nosuch"}, "Device 'nosuch' is not known"),
     ],
 )
 def test_a_wrong_experiment_file_is_refused_in_one_sentence(tmp_path, change, part):
+    obtain_embedded(BASE["models"][0])  # so that its number of layers is known
     with pytest.raises(KittyError, match=part):
         experiment(tmp_path, **change)
 
