@@ -28,6 +28,7 @@ from kitty.workflow import Plan
 STATE = Path(".snakemake")  # Snakemake's own folder, below the working directory
 LOCK = STATE / "kitty-run.lock"
 ERROR_MARK = "kitty: error: "
+INTERRUPTED = 128 + signal.SIGINT
 MEMORY_SHARE = 0.8  # of the free memory, given to the jobs together
 TARGETS = ("all", "accuracy", "analysis", "tables", "figures", "report")
 
@@ -70,7 +71,8 @@ def launch(run: Run) -> int:
     """Run the pipeline and wait for it.
 
     Returns:
-        Snakemake's exit status. The reasons of failed jobs are printed on stderr, a line each.
+        Snakemake's exit status, or 130 where an interrupt from the keyboard ended it. The reasons
+        of failed jobs are printed on stderr, a line each.
 
     Raises:
         KittyError: the experiment is wrong, the folder cannot be written, or another run is in it.
@@ -84,7 +86,9 @@ def launch(run: Run) -> int:
     with only_run(LOCK, {"experiment": plan.experiment.name}) as handle:
         clear_stale_lock()
         before = log_states(plan.root)
-        status = _wait(subprocess.Popen(run.command(), pass_fds=(handle,)))
+        status, interrupted = _wait(subprocess.Popen(run.command(), pass_fds=(handle,)))
+    if interrupted and status != 0:
+        return INTERRUPTED  # whoever pressed the keys knows why
     if status != 0:
         for reason in failures(plan.root, before):
             print(f"{ERROR_MARK}{reason}", file=sys.stderr)
@@ -182,8 +186,12 @@ def _snakemake_here() -> int | None:
     return None
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for Snakemake; an interrupt reaches it too, and it ends its jobs first."""
+def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """Wait for Snakemake; an interrupt reaches it too, and it ends its jobs first.
+
+    Returns:
+        Its exit status, and whether there was an interrupt from the keyboard.
+    """
 
     def forward(number: int, frame: object) -> None:
         process.send_signal(number)
@@ -191,12 +199,13 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number in before:
         signal.signal(number, forward)
+    interrupted = False
     try:
         while True:
             try:
-                return process.wait()
+                return process.wait(), interrupted
             except KeyboardInterrupt:
-                continue  # the terminal has sent it to Snakemake as well
+                interrupted = True  # the terminal has sent it to Snakemake as well
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

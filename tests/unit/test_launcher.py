@@ -114,6 +114,23 @@ def test_reasons_of_failed_jobs_come_from_the_logs_that_changed(tmp_path):
     ]
 
 
+INTERRUPTED = """
+mkdir -p results/tiny/logs
+echo 'Traceback (most recent call last):' > results/tiny/logs/a.log
+echo KeyboardInterrupt >> results/tiny/logs/a.log
+sleep 0.3
+kill -INT $PPID
+sleep 0.1
+exit 1
+"""
+
+
+def test_an_interrupt_ends_the_run_with_130_and_no_reasons(here, monkeypatch, capfd):
+    monkeypatch.setattr(launcher.Run, "command", lambda run: ["sh", "-c", INTERRUPTED])
+    assert launcher.launch(launcher.Run("tiny")) == 130
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
