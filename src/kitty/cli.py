@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,14 @@ app.add_typer(job_app, name="job", hidden=True)
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        # Not standalone: typer would frame a mistake in a box, and leaves exit codes to the caller.
+        sys.exit(app(prog_name="kitty", standalone_mode=False))
+    except typer.TyperException as error:
+        if sentence := usage_sentence(error):  # empty where the help was shown in its place
+            print(ERROR_MARK + sentence, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Abort:  # the end of standard input
+        sys.exit(1)
     except KittyError as error:
         print(ERROR_MARK + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
@@ -52,6 +60,19 @@ def main() -> None:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def usage_sentence(error: typer.TyperException) -> str:
+    """What is wrong with the arguments and where to read on, in one sentence."""
+    text = " ".join(error.format_message().split()).rstrip(".?")
+    if not text:
+        return ""
+    if (faults := getattr(error.__cause__, "errors", None)) is not None:  # pydantic has the value
+        text = text.replace("Invalid value", f"Invalid value {faults()[0]['input']!r}", 1)
+    text = re.sub(r"\. ([A-Z])", lambda match: ", " + match[1].lower(), text)
+    context = getattr(error, "ctx", None)
+    command = "kitty" if context is None else context.command_path
+    return f"{text}; see `{command} --help`."
 
 
 # --- shared options and output -------------------------------------------------------------------
@@ -281,6 +302,8 @@ def evaluate(
     from kitty.texts import load_passage
 
     check_out(out)
+    if reference is not None and not reference.is_file():
+        check_out(reference)
     chosen = get_method(
         method,
         key_bits=key_bits,
@@ -350,9 +373,7 @@ def check_out(out: Path | None) -> None:
     if out is not None:
         check_writable(out.absolute().parent)
         if out.is_dir():
-            raise KittyError(
-                f"{out} is a folder: name the file of the record, such as {out}/r.json."
-            )
+            raise KittyError(f"{out} is a folder: name a file in it, such as {out / 'r.json'}.")
 
 
 def deliver(record: dict[str, Any], out: Path | None, as_json: bool) -> None:
@@ -444,6 +465,8 @@ def _setting(experiment: Any, model: str, passage: str) -> Any:
     from kitty.jobs import Setting
     from kitty.texts import load_passage
 
+    if model not in experiment.models or passage not in experiment.passages:
+        raise _no_such_job(experiment, model, passage)
     set_threads(experiment.threads)
     return Setting(
         experiment.models[model],
@@ -452,6 +475,12 @@ def _setting(experiment: Any, model: str, passage: str) -> Any:
         experiment.dtype,
         experiment.device,
         experiment.name,
+    )
+
+
+def _no_such_job(experiment: Any, model: str, passage: str) -> KittyError:
+    return KittyError(
+        f"Experiment {experiment.name!r} has no {model}/{passage}: its file is {experiment.source}."
     )
 
 
@@ -516,7 +545,8 @@ def job_analysis(
     from kitty.records import write_record
 
     loaded = load_experiment(experiment)
-    assert loaded.analysis_method is not None
+    if loaded.analysis_method is None or (model, passage) not in loaded.analyses():
+        raise _no_such_job(loaded, model, passage)
     setting = _setting(loaded, model, passage)
     write_record(
         out, measure_analysis(setting, loaded.analysis_method, layer=loaded.analysis_layer)
@@ -533,6 +563,11 @@ def job_report(
     from kitty.workflow import Plan
 
     plan = Plan.load(experiment, results)
-    {"tables": plan.write_tables, "figures": plan.write_figures, "report": plan.write_report}[
-        part
-    ]()
+    parts = {
+        "tables": plan.write_tables,
+        "figures": plan.write_figures,
+        "report": plan.write_report,
+    }
+    if part not in parts:
+        raise KittyError(f"Part {part!r} is not known: use one of {', '.join(parts)}.")
+    parts[part]()

@@ -61,6 +61,19 @@ MISTAKES = [
     (["run", "nope"], "Experiment 'nope' is not known"),
     (["run", "tiny", "--results", "/proc/nowhere"], "/proc/nowhere/tiny cannot be written"),
     (["report", "tiny", "--results", "no-such-folder"], "cannot be read"),
+    (["eval", "--key-bits", "two"], "'two' for '--key-bits'"),
+    (["eval", "-n", "0"], "greater than or equal to 1; see `kitty eval --help`"),
+    (["eval", "--foo"], "No such option: --foo"),
+    (["eval", "--method"], "'--method' requires an argument"),
+    (["evil"], "No such command 'evil', did you mean 'eval'; see `kitty --help`"),
+    (["patch", "nope"], "see `kitty patch --help`"),
+    (["job", "model"], "Missing option '--model' / '-m'"),
+    (["job", "report", "nope", "--experiment", "tiny", "--results", "r"], "Part 'nope'"),
+    (["job", "reference", "--experiment", "tiny", "-m", "a", "-p", "b", "--out", "c"], "no a/b"),
+    (["job", "analysis", "--experiment", "tiny", "-m", "a", "-p", "b", "--out", "c"], "no a/b"),
+    (["eval", "--device", "meta"], "Device 'meta' is not known"),
+    (["eval", "--reference", "/proc/nowhere/ref.safetensors"], "/proc/nowhere cannot be written"),
+    (["eval", "--reference", "."], ". is a folder"),
 ]
 
 
@@ -74,6 +87,14 @@ def test_a_mistake_is_one_sentence_on_stderr_and_a_failure(tmp_path, arguments, 
     assert part in answer.stderr
     assert answer.stderr.startswith("kitty: error: ")
     assert answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["models"]])
+def test_a_command_that_needs_another_shows_its_help(arguments):
+    answer = kitty(*arguments)
+    assert answer.returncode == 2
+    assert "Usage: kitty" in answer.stdout + answer.stderr
+    assert "kitty: error" not in answer.stderr
 
 
 def test_eval_measures_a_users_text_and_writes_a_record(tmp_path):
