@@ -175,13 +175,13 @@ def key_statistics(
 ):
     """Minimum, maximum and sum (of magnitudes; of numbers for the variance) of each channel.
 
-    ``[G/8, BLOCK_D]`` of each, over the planes. The sum in fp64 is exact: fp16 numbers are
-    multiples of 2^-24, and a page's sum stays below 2^24.
+    ``[G/8, BLOCK_D]`` of each, over the planes. Magnitudes are added in fp32 (see
+    ``highest_magnitudes``), numbers in fp64.
     """
     ROWS: tl.constexpr = o_t.shape[0]
     b_low = tl.full([ROWS, o_c.shape[0]], float("inf"), tl.float32)
     b_high = tl.full([ROWS, o_c.shape[0]], float("-inf"), tl.float32)
-    b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64)
+    b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64 if SUM == "variance" else tl.float32)
     for i_step in range(N_PLANES // UNROLL):
         for i_inner in tl.static_range(UNROLL):
             rows = plane_rows(first, i_step * UNROLL + i_inner, o_t, ROWS, RING)
@@ -190,10 +190,45 @@ def key_statistics(
             if CAREFUL:
                 b_x = tl.where(tl.abs(b_raw) < float("inf"), b_x, 0.0)
             if SUM == "magnitude":
-                b_sum += tl.abs(b_x).to(tl.float64)
+                b_sum += tl.abs(b_x)
             elif SUM == "variance":
                 b_sum += b_x.to(tl.float64)
     return b_low, b_high, b_sum
+
+
+@triton.jit
+def highest_magnitudes(
+    p_x,
+    first,
+    stride_t,
+    o_t,
+    o_c,
+    b_total,
+    ROWS: tl.constexpr,
+    RING: tl.constexpr,
+    D: tl.constexpr,
+    D_BOOST: tl.constexpr,
+):
+    """Which channels have the D_BOOST largest sums of magnitudes, exactly; ``b_total`` in fp32.
+
+    Only the gap at the cut matters. Where the fp32 sums leave it open, they are formed again in
+    fp64, exact: fp16 numbers are multiples of 2^-24, and a page's sum stays below 2^24.
+    """
+    b_total = tl.where(o_c < D, b_total, -1.0)
+    above = b_total[None, :] > b_total[:, None]  # [BLOCK_D, BLOCK_D]
+    boosted = (tl.sum(above.to(tl.int32), axis=1) < D_BOOST) & (o_c < D)
+    least = tl.min(tl.where(boosted, b_total, float("inf")), axis=0)
+    most = tl.max(tl.where(boosted, -1.0, b_total), axis=0)
+    # a sum of G magnitudes in fp32 is off by at most (G - 1) · 2^-24 of itself
+    if least - most <= least * (ROWS * N_PLANES / 8388608):
+        b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64)
+        for i_plane in range(N_PLANES):
+            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
+            b_raw, b_x = load_rows(p_x, rows, stride_t, o_c[None, :] < D, o_c)
+            b_sum += tl.where(tl.abs(b_raw) < float("inf"), tl.abs(b_x), 0.0).to(tl.float64)
+        b_score = (tl.sum(b_sum, axis=0) * FIXED_POINT).to(tl.int64)
+        boosted = highest(b_score, o_c, D, D_BOOST, True)
+    return boosted
 
 
 @triton.jit
@@ -269,26 +304,27 @@ def quantize_key_page(
     b_low, b_high = saturated(b_low), saturated(b_high)
     if unclean > 0:
         b_low, b_high, b_sum = key_statistics(p_x, first, stride_t, o_t, o_c, D, RING, SUM, 1, True)
+    b_low, b_high = tl.min(b_low, axis=0), tl.max(b_high, axis=0)  # [BLOCK_D]
 
     if CHOOSES:
         if SELECTION == "random":
             b_hash = hash_channels(seed, layer, i_h, i_page, o_c)
             b_score = 0xFFFFFFFF - b_hash.to(tl.int64)
-        else:
+            boosted = highest(b_score, o_c, D, D_BOOST, True)
+        elif SELECTION == "magnitude":
             b_total = tl.sum(b_sum, axis=0)
-            if SELECTION == "magnitude":
-                b_score = (b_total * FIXED_POINT).to(tl.int64)
-            else:
-                b_square = sum_of_squares(
-                    p_x, first, stride_t, o_t, o_c, b_total / G, ROWS, RING, D
-                )
-                # fp64 numbers ≥ 0 are ordered like their bits
-                b_score = (b_square / G).to(tl.int64, bitcast=True)
-        boosted = highest(b_score, o_c, D, D_BOOST, SELECTION != "variance")
+            boosted = highest_magnitudes(
+                p_x, first, stride_t, o_t, o_c, b_total, ROWS, RING, D, D_BOOST
+            )
+        else:
+            b_mean = tl.sum(b_sum, axis=0) / G
+            b_square = sum_of_squares(p_x, first, stride_t, o_t, o_c, b_mean, ROWS, RING, D)
+            # fp64 numbers ≥ 0 are ordered like their bits
+            boosted = highest((b_square / G).to(tl.int64, bitcast=True), o_c, D, D_BOOST, False)
     else:
         boosted = m_c & (D_BOOST > 0)
     b_top = tl.where(boosted, BOOST_TOP, LOW_TOP)
-    b_scale, b_zero, b_inverse = scale_zero(tl.min(b_low, axis=0), tl.max(b_high, axis=0), b_top)
+    b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_top)
     tl.store(p_meta + o_c, b_scale.to(tl.float16), mask=m_c)
     tl.store(p_meta + D + o_c, b_zero.to(tl.float16), mask=m_c)
 
