@@ -219,8 +219,10 @@ def highest_magnitudes(
     boosted = (tl.sum(above.to(tl.int32), axis=1) < D_BOOST) & (o_c < D)
     least = tl.min(tl.where(boosted, b_total, float("inf")), axis=0)
     most = tl.max(tl.where(boosted, -1.0, b_total), axis=0)
-    # a sum of G magnitudes in fp32 is off by at most (G - 1) · 2^-24 of itself
-    if least - most <= least * (ROWS * N_PLANES / 8388608):
+    # equal sums at the cut give too many; a sum of G magnitudes in fp32 is off by at most
+    # (G - 1) · 2^-24 of itself
+    surplus = tl.sum(boosted.to(tl.int32), axis=0) > D_BOOST
+    if surplus | (least - most <= least * (ROWS * N_PLANES / 8388608)):
         b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64)
         for i_plane in range(N_PLANES):
             rows = plane_rows(first, i_plane, o_t, ROWS, RING)
