@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,12 @@ patch_app = typer.Typer(
     epilog="Example: `kitty patch apply`",
 )
 app.add_typer(models_app, name="models")
+bench_app = typer.Typer(
+    no_args_is_help=True,
+    help="Times on a GPU, against fp16 and against the hardware's limits.",
+)
 app.add_typer(patch_app, name="patch")
+app.add_typer(bench_app, name="bench")
 app.add_typer(job_app, name="job", hidden=True)
 
 
@@ -416,6 +422,21 @@ def make_report(
     with spinner("tables, figures, report"):
         for path in [*plan.write_tables(), *plan.write_figures(), plan.write_report()]:
             print(path)
+
+
+@bench_app.command("ops", epilog="Example: `kitty bench ops --out results/ops --quick`")
+def bench_ops(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the results.")] = Path(
+        "results/ops"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed graph replays.")] = 15,
+) -> None:
+    """Time every op of the packed cache; wrong kernels are not timed, fall-backs are an error."""
+    from kitty.benchmark.ops import run
+
+    command = shlex.join(["kitty", *sys.argv[1:]])
+    raise typer.Exit(run(out, quick=quick, repeats=repeats, commit=None, command=command))
 
 
 @patch_app.command("check")
