@@ -23,7 +23,7 @@ UNQUANTIZED_BITS = 16
 SEEDS = 1 << 32  # the hash of the random selection takes 32 bits
 PACKED_BITS = 2
 PACKED_BOOST_BITS = 4
-PACKED_PAGE_MULTIPLE = 128
+PACKED_PAGE_MULTIPLE = 128  # a packed page is 8 planes of a multiple of 16 tokens
 
 
 @dataclasses.dataclass(frozen=True)

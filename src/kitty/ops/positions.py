@@ -1,6 +1,6 @@
 """Where tokens live, computed on the device: page counts and ring slots shared by all kernels.
 
-The host's counterpart is ``kitty.pages.BufferLayout``.
+The host's counterpart is ``kitty.methods.Method``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

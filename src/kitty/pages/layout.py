@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from kitty.errors import KittyError
-
-if TYPE_CHECKING:
-    from kitty.methods import Method
+from kitty.methods import PACKED_BITS, PACKED_PAGE_MULTIPLE, Method
 
 PLANES = 8  # 2-bit fields of a 16-bit word
-PLANE_BITS = 2
-PAGE_MULTIPLE = 128  # G / PLANES must be a multiple of 16, the contraction of one tensor-core step
+PLANE_BITS = PACKED_BITS
 HEAD_DIM_MULTIPLE = 16
 MAX_HEAD_DIM = 256  # boosted channels are stored as uint8
 NO_PAGE = -1  # page id of a table entry without a page
@@ -49,10 +45,10 @@ class PageLayout:
                 f"head_dim is {self.head_dim}, but packed pages hold multiples of "
                 f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use the simulated cache for this model."
             )
-        if self.page_size <= 0 or self.page_size % PAGE_MULTIPLE:
+        if self.page_size <= 0 or self.page_size % PACKED_PAGE_MULTIPLE:
             raise KittyError(
                 f"page_size is {self.page_size}, but a packed page holds a multiple of "
-                f"{PAGE_MULTIPLE} tokens: use 128 or 256, or the simulated cache."
+                f"{PACKED_PAGE_MULTIPLE} tokens: use 128 or 256, or the simulated cache."
             )
         if not 0 <= self.num_boosted <= self.head_dim:
             raise KittyError(
@@ -179,14 +175,6 @@ class BufferLayout:
     def num_bytes(self, batch: int, heads: int, dtype: torch.dtype) -> int:
         """Bytes of one layer's buffers."""
         return sum(_part_bytes(part) for part in self.parts(batch, heads, dtype).values())
-
-    def num_key_pages(self, length: int) -> int:
-        """kp(n): key pages of a sequence of ``length`` tokens."""
-        return max(0, length - self.sink - self.rollback) // self.page_size
-
-    def num_value_pages(self, length: int) -> int:
-        """vp(n): value pages of a sequence of ``length`` tokens."""
-        return max(0, length - self.sink - self.window - self.rollback) // self.page_size
 
 
 def _part_bytes(part: Part) -> int:

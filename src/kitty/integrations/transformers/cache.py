@@ -66,6 +66,7 @@ class KittyCacheBase(Cache):
         """Forget everything; the cache is as new."""
         self.layers: dict[int, SimulatedLayer | PackedLayer] = {}
         self._real: list[Tensor] = []  # per call, bool [B, T]
+        self._total = 0  # columns of all calls, the present one too
         self._columns: dict[int, int] = {}  # padded length, per layer
         self._may_remove = 0  # tokens of each sequence that crop may still take back
 
@@ -116,13 +117,14 @@ class KittyCacheBase(Cache):
             KittyError: an earlier call ended between two layers.
         """
         seen = self._columns.get(layer_idx, 0)
-        if seen == self._total():  # the first layer to see this call
+        if seen == self._total:  # the first layer to see this call
             self._check_whole(seen)
             self._begin_call(keys.shape[0], keys.shape[2], real)
             columns = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
             self._real.append(columns if real is None else real.cpu())
+            self._total += keys.shape[2]
             self._may_remove = self.method.rollback
-        elif seen + keys.shape[2] != self._total():
+        elif seen + keys.shape[2] != self._total:
             _interrupted()
         if layer_idx not in self.layers:
             self.layers[layer_idx] = self._make_layer(layer_idx, sliding_window)
@@ -171,7 +173,7 @@ class KittyCacheBase(Cache):
         keep = max(0, length + max_length) if max_length < 0 else max_length
         if keep >= length:
             return
-        self._check_whole(self._total())
+        self._check_whole(self._total)
         columns = torch.cat(self._real, dim=1)  # [B, N]
         removed = columns[:, keep:].sum(dim=1).tolist()
         if self.method.quantized and max(removed) > self._may_remove:
@@ -182,14 +184,10 @@ class KittyCacheBase(Cache):
                 "of assistant tokens), or reset() it."
             )
         self._may_remove -= max(removed)
-        self._real = [columns[:, :keep]]
+        self._real, self._total = [columns[:, :keep]], keep
         for layer_idx, layer in self.layers.items():
             layer.crop(removed)
             self._columns[layer_idx] = keep
-
-    def _total(self) -> int:
-        """Columns of all calls, the present one too."""
-        return sum(x.shape[1] for x in self._real)
 
     def _check_whole(self, total: int) -> None:
         """Refuse to go on where the layers hold different tokens."""
