@@ -30,7 +30,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-models_app = typer.Typer(no_args_is_help=True, help="Models by name, and the embedded one.")
+models_app = typer.Typer(
+    no_args_is_help=True,
+    help="Models by name, and the embedded one.",
+    epilog="Examples: `kitty models list`, `kitty models obtain`",
+)
 job_app = typer.Typer(no_args_is_help=True, help="Single jobs of an experiment, for the workflow.")
 patch_app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +45,7 @@ app.add_typer(models_app, name="models")
 bench_app = typer.Typer(
     no_args_is_help=True,
     help="Times on a GPU, against fp16 and against the hardware's limits.",
+    epilog="Example: `kitty bench ops`",
 )
 app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
@@ -93,7 +98,7 @@ TextOption = Annotated[
 TokensOption = Annotated[
     int | None,
     typer.Option(
-        "--tokens", "-n", min=1, help="Leading tokens of the text (default 2176 at most)."
+        "--tokens", "-n", min=1, help="Leading tokens of the text (default: 2176, or all if fewer)."
     ),
 ]
 DtypeOption = Annotated[
@@ -110,15 +115,22 @@ BoostOption = Annotated[
     float | None, typer.Option("--boost-ratio", help="Share of key channels boosted, 0 to 1.")
 ]
 SelectionOption = Annotated[
-    str | None, typer.Option("--selection", help="magnitude, random or variance.")
+    str | None,
+    typer.Option("--selection", help="How they are chosen: magnitude, random or variance."),
 ]
-KeyBitsOption = Annotated[int | None, typer.Option("--key-bits", help="1 to 8, or 16.")]
-ValueBitsOption = Annotated[int | None, typer.Option("--value-bits", help="1 to 8, or 16.")]
-BoostBitsOption = Annotated[int | None, typer.Option("--boost-bits", help="1 to 8.")]
-SinkOption = Annotated[int | None, typer.Option("--sink", help="Leading 16-bit tokens.")]
-WindowOption = Annotated[int | None, typer.Option("--window", help="Most recent 16-bit tokens.")]
+KeyBitsOption = Annotated[int | None, typer.Option("--key-bits", help="Of keys: 1 to 8, or 16.")]
+ValueBitsOption = Annotated[
+    int | None, typer.Option("--value-bits", help="Of values: 1 to 8, or 16.")
+]
+BoostBitsOption = Annotated[
+    int | None, typer.Option("--boost-bits", help="Of boosted key channels: 1 to 8.")
+]
+SinkOption = Annotated[int | None, typer.Option("--sink", help="Leading tokens kept in 16 bit.")]
+WindowOption = Annotated[
+    int | None, typer.Option("--window", help="Most recent values kept in 16 bit.")
+]
 PageOption = Annotated[int | None, typer.Option("--page-size", help="Tokens of one page.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Of the random selection.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the random selection.")]
 
 
 @contextlib.contextmanager
@@ -231,7 +243,8 @@ def obtain_model(
     "run",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog=(
-        "Examples: `kitty run smoke`, `kitty run ablation --cores 8 --results out`, "
+        "Examples: `kitty run smoke`, `kitty run mine.yaml`, "
+        "`kitty run ablation --cores 8 --results out`, "
         "`kitty run tiny --target tables`, `kitty run smoke -- --dry-run`"
     ),
 )
@@ -250,7 +263,7 @@ def run_experiment(
 ) -> None:
     """Run an experiment: records, tables, figures, report. A run that was stopped goes on.
 
-    Further arguments go to snakemake.
+    Further arguments, after `--`, go to snakemake.
     """
     from kitty.launcher import Run, launch
 
@@ -275,7 +288,9 @@ def run_experiment(
     ),
 )
 def evaluate(
-    method: Annotated[str, typer.Option("--method", help="See `kitty methods`.")] = "kitty-pro",
+    method: Annotated[
+        str, typer.Option("--method", help="A name that `kitty methods --all` lists.")
+    ] = "kitty-pro",
     model: ModelOption = MAIN_MODEL,
     passage: PassageOption = MAIN_PASSAGE,
     text: TextOption = None,
@@ -299,7 +314,15 @@ def evaluate(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a method's quality against the 16-bit model, teacher-forced over a text."""
+    """Measure a method's quality against the 16-bit model, teacher-forced over a text.
+
+    The options from --key-bits to --seed change the chosen method.
+
+    Numbers: nll, kl (to the 16-bit model's distribution) in nats per token; top1, the share of
+    tokens with its most likely next token; effective_bits, stored per element of full pages, and
+    _at_length with the 16-bit buffers, which a short text hardly leaves; quantized_pages_read, to
+    show that the method was at work.
+    """
     import tempfile
 
     from kitty.jobs import Setting, measure_quality, measure_reference
@@ -357,7 +380,13 @@ def analyze_channels(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Analyse the key channels: magnitude, sensitivity, overlap, stability (Figure 2)."""
+    """Analyse the key channels: magnitude, sensitivity, stability (the paper's Figure 2).
+
+    Numbers, means over layers, heads and pages: overlap, the share of the chosen channels among as
+    many most sensitive ones (_query_heads: of each query head alone); captured, the share of the
+    score error in the chosen channels, and at best; jaccard, the likeness of a page's choice to
+    that of the page before and of the first; _chance, what a random choice would give.
+    """
     from kitty.jobs import Setting, measure_analysis
     from kitty.methods import get_method
     from kitty.models import find_model
@@ -439,7 +468,7 @@ def bench_ops(
     raise typer.Exit(run(out, quick=quick, repeats=repeats, commit=None, command=command))
 
 
-@patch_app.command("check")
+@patch_app.command("check", epilog="Example: `kitty patch check`")
 def patch_check() -> None:
     """Say whether the patches are applied."""
     from kitty import patching
@@ -447,7 +476,7 @@ def patch_check() -> None:
     print(f"The patches are {patching.check()}.")
 
 
-@patch_app.command("apply")
+@patch_app.command("apply", epilog="Example: `kitty patch apply`")
 def patch_apply() -> None:
     """Apply the patches, so that generate() knows cache_implementation="kitty"."""
     from kitty import patching
@@ -455,7 +484,7 @@ def patch_apply() -> None:
     print("The patches are applied." if patching.apply() else "They were applied already.")
 
 
-@patch_app.command("revert")
+@patch_app.command("revert", epilog="Example: `kitty patch revert`")
 def patch_revert() -> None:
     """Bring the released files back."""
     from kitty import patching
