@@ -159,8 +159,13 @@ def load_experiment(name_or_file: str | Path) -> Experiment:
         reason = " ".join(str(error).split())
         raise KittyError(f"The experiment file {path} is not valid YAML: {reason}.") from error
     schema = json.loads((configs_dir() / "schemas" / "experiment.schema.json").read_text())
+    # a misspelt key also leaves the right one missing: its own name helps more
     fault = jsonschema.exceptions.best_match(
-        jsonschema.Draft202012Validator(schema).iter_errors(raw)
+        jsonschema.Draft202012Validator(schema).iter_errors(raw),
+        key=lambda error: (
+            error.validator == "additionalProperties",
+            jsonschema.exceptions.relevance(error),
+        ),
     )
     if fault is not None:
         where = "/".join(str(part) for part in fault.absolute_path) or "the top level"

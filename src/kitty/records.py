@@ -113,6 +113,11 @@ def read_record(path: str | os.PathLike[str]) -> Record:
     path = Path(path)
     try:
         record = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise KittyError(
+            f"The record {path} is missing: run the experiment first (`kitty run`), which measures "
+            "only what is missing."
+        ) from None
     except OSError as error:
         raise KittyError(f"The record {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:

@@ -115,6 +115,14 @@ def test_a_wrong_experiment_file_is_refused_in_one_sentence(tmp_path, change, pa
         experiment(tmp_path, **change)
 
 
+def test_a_misspelt_key_is_named_even_where_the_right_one_is_missing(tmp_path):
+    path = tmp_path / "mine.yaml"
+    spelt = {("tokenz" if key == "tokens" else key): value for key, value in BASE.items()}
+    path.write_text(yaml.safe_dump(spelt))
+    with pytest.raises(KittyError, match="'tokenz' was unexpected"):
+        load_experiment(path)
+
+
 def test_an_unknown_or_unreadable_experiment_is_refused(tmp_path):
     with pytest.raises(KittyError, match=r"use one of ablation.*smoke, tiny"):
         load_experiment("nope")

@@ -81,7 +81,7 @@ def test_garbage_is_an_error_that_names_the_file(tmp_path, damage):
 
 
 def test_a_missing_record_and_a_missing_folder_are_told(tmp_path):
-    with pytest.raises(KittyError, match=r"gone\.json cannot be read"):
+    with pytest.raises(KittyError, match=r"gone\.json is missing: run the experiment first"):
         read_record(tmp_path / "gone.json")
     with pytest.raises(KittyError, match="run the experiment first"):
         read_records(tmp_path / "gone")

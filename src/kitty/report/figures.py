@@ -143,8 +143,12 @@ def _colors() -> list[Any]:
 def _family(method: Method) -> str:
     """What colours a method in the quality figure."""
     if 0 < method.boost_ratio < 1:
-        return f"boost by {method.selection}"
+        return _boost_label(method.selection)
     return "no boost"
+
+
+def _boost_label(selection: str) -> str:
+    return "boost at random" if selection == "random" else f"boost by {selection}"
 
 
 def _family_colors() -> dict[str, Any]:
@@ -153,7 +157,7 @@ def _family_colors() -> dict[str, Any]:
         "no boost": "0.4",
         "boost by magnitude": blue,
         "boost by variance": green,
-        "boost by random": orange,
+        "boost at random": orange,
     }
 
 
@@ -322,7 +326,7 @@ def _draw_sweep(axes: Any, results: Results, model: str, sweep: Sweep, metric: s
             [ratio + apart * (index - 1) for ratio, _ in points],
             means,
             yerr=spread,
-            color=colors[f"boost by {selection}"],
+            color=colors[_boost_label(selection)],
             marker=MARKERS[SELECTIONS.index(selection)],
             ms=4.2,
             lw=1.4,
