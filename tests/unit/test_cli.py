@@ -60,7 +60,7 @@ MISTAKES = [
     (["analyze", "--method", "fp16", "--tokens", "420"], "no choice to analyse"),
     (["run", "nope"], "Experiment 'nope' is not known"),
     (["run", "tiny", "--results", "/proc/nowhere"], "/proc/nowhere/tiny cannot be written"),
-    (["report", "tiny", "--results", "no-such-folder"], "cannot be read"),
+    (["report", "tiny", "--results", "no-such-folder"], "is missing: run the experiment first"),
     (["eval", "--key-bits", "two"], "'two' for '--key-bits'"),
     (["eval", "-n", "0"], "greater than or equal to 1; see `kitty eval --help`"),
     (["eval", "--foo"], "No such option: --foo"),
