@@ -6,14 +6,11 @@ The workflow, the launcher and the single jobs all read the same object, so they
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import yaml
-
+from kitty.config_files import load_config
 from kitty.errors import KittyError
 from kitty.methods import Method, get_method, sweep_name
 from kitty.models import ModelSpec, check_device_name, find_model, num_layers
@@ -151,25 +148,7 @@ def load_experiment(name_or_file: str | Path) -> Experiment:
         KittyError: it is not found, breaks its schema, or names what is not known.
     """
     path = _find(str(name_or_file))
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise KittyError(f"The experiment file {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise KittyError(f"The experiment file {path} is not valid YAML: {reason}.") from error
-    schema = json.loads((configs_dir() / "schemas" / "experiment.schema.json").read_text())
-    # a misspelt key also leaves the right one missing: its own name helps more
-    fault = jsonschema.exceptions.best_match(
-        jsonschema.Draft202012Validator(schema).iter_errors(raw),
-        key=lambda error: (
-            error.validator == "additionalProperties",
-            jsonschema.exceptions.relevance(error),
-        ),
-    )
-    if fault is not None:
-        where = "/".join(str(part) for part in fault.absolute_path) or "the top level"
-        raise KittyError(f"The experiment file {path} is wrong at {where}: {fault.message}.")
+    raw = load_config("experiment", path)
     return _check(_expand(raw, path))
 
 

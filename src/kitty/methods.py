@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import yaml
-
+from kitty.config_files import load_config
 from kitty.errors import KittyError
 from kitty.paths import configs_dir
 
@@ -212,20 +209,7 @@ def load_methods(path: str | Path | None = None) -> dict[str, Method]:
     Raises:
         KittyError: the file is missing, is no YAML, or breaks the schema.
     """
-    path = Path(path or configs_dir() / "methods.yaml")
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise KittyError(f"The methods file {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise KittyError(f"The methods file {path} is not valid YAML: {error}.") from error
-    schema = json.loads((configs_dir() / "schemas" / "methods.schema.json").read_text())
-    fault = jsonschema.exceptions.best_match(
-        jsonschema.Draft202012Validator(schema).iter_errors(raw)
-    )
-    if fault is not None:
-        where = "/".join(str(part) for part in fault.absolute_path) or "the top level"
-        raise KittyError(f"The methods file {path} is wrong at {where}: {fault.message}.")
+    raw = load_config("methods", Path(path or configs_dir() / "methods.yaml"))
     methods = {
         name: Method(**{**raw["defaults"], **spec, "name": name})
         for name, spec in raw["methods"].items()

@@ -23,9 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
-import yaml
-
+from kitty.config_files import load_config
 from kitty.errors import KittyError
 from kitty.paths import configs_dir
 
@@ -80,15 +78,7 @@ def known_models() -> dict[str, dict[str, Any]]:
     Raises:
         KittyError: the file breaks its schema.
     """
-    path = configs_dir() / "models.yaml"
-    raw = yaml.safe_load(path.read_text())
-    schema = json.loads((configs_dir() / "schemas" / "models.schema.json").read_text())
-    fault = jsonschema.exceptions.best_match(
-        jsonschema.Draft202012Validator(schema).iter_errors(raw)
-    )
-    if fault is not None:
-        where = "/".join(str(part) for part in fault.absolute_path) or "the top level"
-        raise KittyError(f"The models file {path} is wrong at {where}: {fault.message}.")
+    raw = load_config("models", configs_dir() / "models.yaml")
     return dict(raw["models"])
 
 

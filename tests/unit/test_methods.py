@@ -142,6 +142,15 @@ def test_a_methods_file_that_is_no_text_is_named(tmp_path) -> None:
         load_methods(str(path))
 
 
+def test_a_misspelt_field_of_a_method_is_named_with_its_place(tmp_path) -> None:
+    raw = yaml.safe_load((configs_dir() / "methods.yaml").read_text())
+    raw["methods"]["kitty"]["key_bitz"] = raw["methods"]["kitty"].pop("key_bits")
+    path = tmp_path / "methods.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    with pytest.raises(KittyError, match=r"wrong at methods/kitty: .*'key_bitz' was unexpected"):
+        load_methods(path)
+
+
 def test_each_number_of_the_method_stands_once() -> None:
     raw = yaml.safe_load((configs_dir() / "methods.yaml").read_text())
     repeated = [
