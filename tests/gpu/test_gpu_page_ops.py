@@ -184,7 +184,6 @@ def _copy_bandwidth() -> float:
     return 2 * source.numel() / milliseconds * 1e3
 
 
-@pytest.mark.xfail(reason="37% on an H200 so far, see docs/kernels.md", strict=False)
 def test_prefill_quantizes_at_two_fifths_of_the_copy_bandwidth() -> None:
     from triton.testing import do_bench
 
