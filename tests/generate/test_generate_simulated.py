@@ -165,6 +165,26 @@ def test_a_crop_beyond_the_rollback_is_refused_and_changes_nothing() -> None:
         cache.crop(36)
 
 
+def test_a_sliding_window_that_has_moved_on_cannot_be_cropped_beyond_the_rollback() -> None:
+    model = kitty.enable(make("mistral"), FULL)  # window of 20, nothing quantized
+    ids, _ = prompt(40)
+    logits = []
+    with torch.no_grad():
+        for rollback, detour in ((0, 0), (3, 3)):
+            cache = SimulatedCache(FULL, rollback=rollback)
+            model(ids[:, : 30 + detour], past_key_values=cache)
+            with pytest.raises(KittyError, match=f"rollback is {rollback}"):
+                cache.crop(25)
+            cache.crop(30)
+            logits.append(model(ids[:, 30:], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
+    short = SimulatedCache(FULL)
+    with torch.no_grad():
+        model(ids[:, :15], past_key_values=short)
+    short.crop(5)  # everything is still there
+    assert short.layers[0].lengths == [5]
+
+
 def test_cropped_and_continued_equals_never_having_had_the_tokens() -> None:
     model = kitty.enable(make(), SMALL)
     ids, mask = prompt(40, 22)

@@ -176,7 +176,11 @@ class KittyCacheBase(Cache):
         self._check_whole(self._total)
         columns = torch.cat(self._real, dim=1)  # [B, N]
         removed = columns[:, keep:].sum(dim=1).tolist()
-        if self.method.quantized and max(removed) > self._may_remove:
+        final = self.method.quantized or any(
+            isinstance(layer, SimulatedLayer) and any(layer.dropped)
+            for layer in self.layers.values()
+        )
+        if final and max(removed) > self._may_remove:
             raise KittyError(
                 f"Cropping from {length} to {keep} takes back {max(removed)} tokens, but rollback "
                 f"is {self.method.rollback} and {self._may_remove} of it are left since the last "
