@@ -185,6 +185,39 @@ def test_a_sliding_window_that_has_moved_on_cannot_be_cropped_beyond_the_rollbac
     assert short.layers[0].lengths == [5]
 
 
+def test_another_number_of_sequences_is_refused_and_changes_nothing() -> None:
+    model = kitty.enable(make(), SMALL)
+    ids, _ = prompt(20, 20)
+    for make_cache in (kitty.SimulatedCache, lambda _: kitty.KittyCache("kitty")):
+        cache = make_cache(SMALL)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            with pytest.raises(KittyError, match="holds 2 sequences, but the call brings 1"):
+                model(ids[:1], past_key_values=cache)
+            assert cache.get_seq_length() == 20
+            model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 40
+
+
+def test_crops_with_calls_between_them_together_stay_within_the_rollback() -> None:
+    model = kitty.enable(make("mistral"), SMALL)  # window of 20
+    ids, _ = prompt(40)
+    for cache_method in (SMALL, FULL):
+        cache = SimulatedCache(cache_method, rollback=3)
+        with torch.no_grad():
+            model(ids[:, :35], past_key_values=cache)
+            cache.crop(32)
+            model(ids[:, 32:33], past_key_values=cache)
+            with pytest.raises(KittyError, match="takes back 2 tokens, but rollback is 3 and 1"):
+                cache.crop(31)  # 4 behind the longest: no longer in the window
+            cache.crop(32)
+            logits = model(ids[:, 32:], past_key_values=cache).logits
+            straight = SimulatedCache(cache_method, rollback=3)
+            model(ids[:, :32], past_key_values=straight)
+            right = model(ids[:, 32:], past_key_values=straight).logits
+        torch.testing.assert_close(logits, right, rtol=1e-9, atol=1e-9)
+
+
 def test_cropped_and_continued_equals_never_having_had_the_tokens() -> None:
     model = kitty.enable(make(), SMALL)
     ids, mask = prompt(40, 22)

@@ -139,11 +139,6 @@ class PackedState:
             self.lengths, self.paged = [0] * batch, [0] * batch
             self.key_ids = [[] for _ in range(batch)]
             self.value_ids = [[] for _ in range(batch)]
-        if batch != len(self.lengths):
-            raise KittyError(
-                f"The cache holds {len(self.lengths)} sequences, but the call brings {batch}: use "
-                "a new cache, or reset() this one."
-            )
         counts = [total] * batch if real is None else real.sum(dim=1).tolist()
         order = None
         if real is not None and min(counts) < total:

@@ -68,7 +68,8 @@ class KittyCacheBase(Cache):
         self._real: list[Tensor] = []  # per call, bool [B, T]
         self._total = 0  # columns of all calls, the present one too
         self._columns: dict[int, int] = {}  # padded length, per layer
-        self._may_remove = 0  # tokens of each sequence that crop may still take back
+        self._lengths: list[int] = []  # real tokens of each sequence
+        self._longest: list[int] = []  # the most it ever had: what is r behind that is final
 
     def _make_layer(
         self, layer_idx: int, sliding_window: int | None
@@ -119,11 +120,12 @@ class KittyCacheBase(Cache):
         seen = self._columns.get(layer_idx, 0)
         if seen == self._total:  # the first layer to see this call
             self._check_whole(seen)
+            self._check_batch(keys.shape[0])
             self._begin_call(keys.shape[0], keys.shape[2], real)
+            self._count(keys.shape[0], keys.shape[2], real)
             columns = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
             self._real.append(columns if real is None else real.cpu())
             self._total += keys.shape[2]
-            self._may_remove = self.method.rollback
         elif seen + keys.shape[2] != self._total:
             _interrupted()
         if layer_idx not in self.layers:
@@ -166,8 +168,9 @@ class KittyCacheBase(Cache):
         """Take back the latest columns, down to ``max_length`` (negative: that many fewer).
 
         Raises:
-            KittyError: a sequence would lose more real tokens than the method's rollback allows
-                since the last call, or a call ended between two layers; nothing has changed then.
+            KittyError: a sequence would become shorter than the longest it ever was by more than
+                the method's rollback (what lies before is final), or a call ended between two
+                layers; nothing has changed then.
         """
         length = self.get_seq_length()
         keep = max(0, length + max_length) if max_length < 0 else max_length
@@ -180,14 +183,19 @@ class KittyCacheBase(Cache):
             isinstance(layer, SimulatedLayer) and any(layer.dropped)
             for layer in self.layers.values()
         )
-        if final and max(removed) > self._may_remove:
-            raise KittyError(
-                f"Cropping from {length} to {keep} takes back {max(removed)} tokens, but rollback "
-                f"is {self.method.rollback} and {self._may_remove} of it are left since the last "
-                "call: give the cache a larger rollback (for assisted decoding at least the number "
-                "of assistant tokens), or reset() it."
-            )
-        self._may_remove -= max(removed)
+        left = [
+            self.method.rollback - (most - now)
+            for most, now in zip(self._longest, self._lengths, strict=True)
+        ]
+        for taken, allowed in zip(removed, left, strict=True):
+            if final and taken > max(allowed, 0):
+                raise KittyError(
+                    f"Cropping from {length} to {keep} takes back {taken} tokens, but rollback is "
+                    f"{self.method.rollback} and {max(allowed, 0)} of it are left behind the "
+                    "longest text seen: give the cache a larger rollback (for assisted decoding at "
+                    "least the number of assistant tokens), or reset() it."
+                )
+        self._lengths = [n - taken for n, taken in zip(self._lengths, removed, strict=True)]
         self._real, self._total = [columns[:, :keep]], keep
         for layer_idx, layer in self.layers.items():
             layer.crop(removed)
@@ -198,15 +206,30 @@ class KittyCacheBase(Cache):
         if any(columns != total for columns in self._columns.values()):
             _interrupted()
 
-    def _real_lengths(self) -> list[int]:
-        """Real tokens of each sequence."""
-        return torch.cat(self._real, dim=1).sum(dim=1).tolist() if self._real else []
+    def _check_batch(self, batch: int) -> None:
+        if self._lengths and len(self._lengths) != batch:
+            raise KittyError(
+                f"The cache holds {len(self._lengths)} sequences, but the call brings {batch}: use "
+                "a new cache, or reset() this one."
+            )
+
+    def _count(self, batch: int, length: int, real: Tensor | None) -> None:
+        """Add a call's real tokens to the lengths."""
+        news = [length] * batch if real is None else real.sum(dim=1).tolist()
+        before = self._lengths or [0] * batch
+        self._lengths = [n + new for n, new in zip(before, news, strict=True)]
+        longest = self._longest or [0] * batch
+        self._longest = [max(x) for x in zip(longest, self._lengths, strict=True)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence i a copy of sequence ``beam_idx[i]``, int64 ``[B]`` (beam search)."""
         for layer in self.layers.values():
             layer.select(beam_idx)
         self._real = [x.index_select(0, beam_idx.to(x.device)) for x in self._real]
+        if self._real:
+            order = beam_idx.tolist()
+            self._lengths = [self._lengths[i] for i in order]
+            self._longest = [self._longest[i] for i in order]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences ``indices``, in that order."""
@@ -305,11 +328,10 @@ class KittyCache(KittyCacheBase):
 
     def crop(self, max_length: int) -> None:
         """See :meth:`KittyCacheBase.crop`."""
-        before = self._real_lengths()
+        before = self._lengths
         super().crop(max_length)
-        after = self._real_lengths()
-        if before != after:
-            self.state.crop(x - y for x, y in zip(before, after, strict=True))
+        if before != self._lengths:
+            self.state.crop(x - y for x, y in zip(before, self._lengths, strict=True))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """See :meth:`KittyCacheBase.reorder_cache`; full pages are shared, never copied."""
