@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 
 from kitty.errors import KittyError
+from kitty.methods import UNQUANTIZED_BITS
 from kitty.paths import configs_dir
 
 SCHEMA_VERSION = 1
@@ -32,7 +33,7 @@ def fault_of(record: object) -> str | None:
     """What breaks the record schema, as ``place: reason``; None for a sound record."""
     fault = jsonschema.exceptions.best_match(_validator().iter_errors(record))
     if fault is None:
-        return _uneven_pages(record)
+        return _uneven_pages(record) or _unread_cache(record)
     place = "/".join(str(part) for part in fault.absolute_path) or "top level"
     reason = fault.message if len(fault.message) <= 200 else fault.message[:200] + " …"
     return f"{place}: {reason}"
@@ -44,6 +45,17 @@ def _uneven_pages(record: Any) -> str | None:
         return None
     lengths = {name: len(values) for name, values in record["pages"].items()}
     return None if len(set(lengths.values())) == 1 else f"pages: lists differ in length, {lengths}"
+
+
+def _unread_cache(record: Any) -> str | None:
+    """A task's score counts for its method only where the quantized cache was read."""
+    if record["kind"] != "task":
+        return None
+    bits = {record["method"]["key_bits"], record["method"]["value_bits"]}
+    quantized, read = bits != {UNQUANTIZED_BITS}, record["quantized_pages_read"]
+    if quantized == (read > 0):
+        return None
+    return f"quantized_pages_read: {read} for method {record['method']['name']}"
 
 
 def write_record(path: str | os.PathLike[str], record: Record) -> Path:

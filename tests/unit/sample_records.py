@@ -69,3 +69,40 @@ def quality_record(
         "peak_memory_bytes": 1000,
         "created": "2025-01-01T00:00:00+00:00",
     }
+
+
+def task_record(
+    method: str,
+    score: float,
+    *,
+    task: str = "gsm8k_cot_llama",
+    metric: str = "exact_match,strict-match",
+    model: str = "small",
+    repeat: int = 0,
+    n: int = 20,
+    pages_read: int | None = None,
+) -> dict[str, Any]:
+    """A task record with one score; quantized methods have read pages unless told otherwise."""
+    if pages_read is None:
+        pages_read = 0 if method == "fp16" else 9
+    common = quality_record(method, [0.1], model=model, repeat=repeat)
+    for name in ("passage", "pages", "metrics"):
+        del common[name]
+    return common | {
+        "kind": "task",
+        "command": "kitty eval lm",
+        "task": {
+            "name": task,
+            "provider": "standin",
+            "data_sha256": "0" * 64,
+            "num_fewshot": 2,
+            "chat_template": False,
+            "limit": n,
+            "generation": {"do_sample": False, "max_gen_toks": 64},
+            "metric": metric,
+        },
+        "cache": "simulate",
+        "metrics": {metric: {"value": score, "stderr": 0.1, "n": n, "ci": [0.0, 1.0]}},
+        "quantized_pages_read": pages_read,
+        "samples": {"file": f"r{repeat}.samples.jsonl", "sha256": "0" * 64, "n": n},
+    }

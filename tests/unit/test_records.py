@@ -10,7 +10,7 @@ import textwrap
 import time
 
 import pytest
-from sample_records import quality_record
+from sample_records import quality_record, task_record
 
 from kitty.errors import KittyError
 from kitty.records import find_records, format_record, read_record, read_records, write_record
@@ -52,6 +52,15 @@ def test_a_record_that_breaks_the_schema_is_not_written(tmp_path, record):
     with pytest.raises(KittyError, match=r"metrics.*'kl' is a required property"):
         write_record(tmp_path / "r0.json", record)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_task_record_of_a_quantized_method_that_read_no_page_is_not_written(tmp_path):
+    write_record(tmp_path / "sound.json", task_record("kitty", 0.5))
+    write_record(tmp_path / "dense.json", task_record("fp16", 0.5))
+    with pytest.raises(KittyError, match="quantized_pages_read: 0 for method kitty"):
+        write_record(tmp_path / "r0.json", task_record("kitty", 0.5, pages_read=0))
+    with pytest.raises(KittyError, match="quantized_pages_read: 3 for method fp16"):
+        write_record(tmp_path / "r0.json", task_record("fp16", 0.5, pages_read=3))
 
 
 def test_page_lists_of_unequal_length_are_refused(tmp_path, record):
