@@ -106,3 +106,53 @@ def task_record(
         "quantized_pages_read": pages_read,
         "samples": {"file": f"r{repeat}.samples.jsonl", "sha256": "0" * 64, "n": n},
     }
+
+
+def latency_record(
+    implementation: str,
+    batch: int,
+    tokens_per_s: float | None,
+    *,
+    model: str = "small",
+    prompt: int = 100,
+    new: int = 8092,
+    peak: int = 10**9,
+    step_ms: float = 10.0,
+    lengths: tuple[int, ...] = (160, 4096, 8184),
+) -> dict[str, Any]:
+    """A latency record; without ``tokens_per_s`` one that ran out of memory."""
+    common = quality_record("fp16", [0.1], model=model)
+    for name in ("passage", "pages", "metrics", "method", "repeat", "seed"):
+        del common[name]
+    ok = tokens_per_s is not None
+    steps = {f"step_ms_{name}": step_ms for name in ("p20", "p50", "p80", "last")}
+    metrics = {
+        "prefill_s": 0.5,
+        "decode_s": 100.0,
+        "tokens_per_s": tokens_per_s,
+        "peak_allocated_bytes": peak,
+        "peak_reserved_bytes": peak,
+        **steps,
+    }
+    samples = [
+        {"length": n, "mean_ms": step_ms, "step_ms": [step_ms] * 3, "page_step_ms": []}
+        for n in lengths
+    ]
+    return common | {
+        "kind": "latency",
+        "command": "kitty bench e2e",
+        "implementation": implementation,
+        "workload": {"prompt_tokens": prompt, "new_tokens": new, "batch": batch},
+        "mode": "sampled",
+        "outcome": "ok" if ok else "out_of_memory",
+        **({} if ok else {"stage": "cache"}),
+        "metrics": metrics if ok else {},
+        "cache_bytes": {"key_pages": 600, "buffers": 400, "total": 1000} if ok else {},
+        "cache_bytes_16bit": 5000,
+        "counters": {"dense_fallbacks": 0, "graph_replays": 7},
+        "fallback_reason": None,
+        "memory_budget_bytes": 80 * 10**9,
+        "budget_enforced": True,
+        "settings": {"compile": False},
+        "samples": samples if ok else [],
+    }

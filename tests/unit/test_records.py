@@ -10,7 +10,7 @@ import textwrap
 import time
 
 import pytest
-from sample_records import quality_record, task_record
+from sample_records import latency_record, quality_record, task_record
 
 from kitty.errors import KittyError
 from kitty.records import find_records, format_record, read_record, read_records, write_record
@@ -103,7 +103,7 @@ def test_an_unwritable_folder_is_told(tmp_path, record):
 
 
 def test_records_are_found_in_path_order_by_kind_without_temporary_files(tmp_path, record):
-    other = {**record, "kind": "latency"}
+    other = latency_record("kitty-pro", 8, 400.0)
     write_record(tmp_path / "b" / "r0.json", record)
     write_record(tmp_path / "a" / "r0.json", other)
     write_record(tmp_path / "a" / "r1.json", record)
@@ -139,3 +139,18 @@ def test_a_process_killed_while_writing_leaves_the_old_or_the_new_record(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert read_record(path)["repeat"] >= 1
+
+
+def test_a_latency_record_has_numbers_or_says_where_the_memory_ran_out(tmp_path):
+    done, full = latency_record("kitty-pro", 64, 4000.0), latency_record("hf-static", 64, None)
+    write_record(tmp_path / "done.json", done)
+    write_record(tmp_path / "full.json", full)
+    assert full["metrics"] == {}
+    assert full["stage"] == "cache"
+    with pytest.raises(KittyError, match="stage"):
+        write_record(tmp_path / "x.json", {k: v for k, v in full.items() if k != "stage"})
+    with pytest.raises(KittyError, match="prefill_s"):
+        write_record(tmp_path / "x.json", done | {"metrics": {}})
+    wrong = done["workload"] | {"batch": 0}
+    with pytest.raises(KittyError, match="batch"):
+        write_record(tmp_path / "x.json", done | {"workload": wrong})
