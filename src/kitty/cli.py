@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kitty.commands.instances import instances_app
 from kitty.errors import KittyError
 from kitty.launcher import ERROR_MARK, TARGETS
 
@@ -47,6 +48,7 @@ bench_app = typer.Typer(
     help="Times on a GPU, against fp16 and against the hardware's limits.",
     epilog="Example: `kitty bench ops`",
 )
+app.add_typer(instances_app, name="instances")
 app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
 app.add_typer(job_app, name="job", hidden=True)
@@ -260,6 +262,12 @@ def run_experiment(
         int | None,
         typer.Option(min=1, help="Memory of all jobs together (default: 80% of what is free)."),
     ] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Make only the files listed in this file, one a line, and what they need."
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment: records, tables, figures, report. A run that was stopped goes on.
 
@@ -267,13 +275,25 @@ def run_experiment(
     """
     from kitty.launcher import Run, launch
 
-    run = Run(experiment, results, target, cores, memory_mb, tuple(context.args))
+    listed = () if files is None else read_list(files)
+    run = Run(experiment, results, target, cores, memory_mb, tuple(context.args), listed)
     status = launch(run)
-    if status == 0 and target in ("all", "report") and not context.args:
+    if status == 0 and target in ("all", "report") and not context.args and not listed:
         from kitty.workflow import Plan
 
         print(f"report: {Plan.load(experiment, results).report()}")
     raise typer.Exit(status)
+
+
+def read_list(path: Path) -> tuple[str, ...]:
+    """The lines of a file that names something on each of them."""
+    try:
+        lines = tuple(line for line in path.read_text().splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise KittyError(f"The list {path} cannot be read: {error}.") from error
+    if not lines:
+        raise KittyError(f"The list {path} names no file: write one on each line.")
+    return lines
 
 
 # --- single measurements -------------------------------------------------------------------------

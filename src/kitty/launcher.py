@@ -30,6 +30,7 @@ LOCK = STATE / "kitty-run.lock"
 ERROR_MARK = "kitty: error: "
 INTERRUPTED = 128 + signal.SIGINT
 MEMORY_SHARE = 0.8  # of the free memory, given to the jobs together
+GPUS_OF_A_RUN = 1  # jobs take the first GPU that they see, so two at once would share it
 TARGETS = ("all", "accuracy", "analysis", "tables", "figures", "report")
 
 
@@ -44,6 +45,7 @@ class Run:
         cores: a number, or ``all``.
         memory_mb: of all jobs together; None: most of what is free.
         extra: further arguments of snakemake.
+        files: make these files and no others, in place of the target.
     """
 
     experiment: str
@@ -52,19 +54,25 @@ class Run:
     cores: str = "all"
     memory_mb: int | None = None
     extra: Sequence[str] = ()
+    files: Sequence[str] = ()
 
     def command(self) -> list[str]:
         """The snakemake command line."""
-        memory = self.memory_mb or int(MEMORY_SHARE * (free_memory_bytes() or 8 * 2**30) / 2**20)
+        memory = self.memory_mb or memory_to_use()
         return [
-            *(sys.executable, "-m", "snakemake", self.target),
+            *(sys.executable, "-m", "snakemake", *(self.files or [self.target])),
             *("--snakefile", str(shipped("Snakefile"))),
             *("--workflow-profile", str(configs_dir() / "profiles" / "default")),
             *("--cores", self.cores),
-            *("--resources", f"mem_mb={memory}"),
+            *("--resources", f"mem_mb={memory}", f"gpu={GPUS_OF_A_RUN}"),
             *("--config", f"experiment={self.experiment}", f"results={self.results}"),
             *self.extra,
         ]
+
+
+def memory_to_use() -> int:
+    """Memory for all jobs together, in MB: most of what is free."""
+    return int(MEMORY_SHARE * (free_memory_bytes() or 8 * 2**30) / 2**20)
 
 
 def launch(run: Run) -> int:

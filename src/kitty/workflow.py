@@ -20,6 +20,19 @@ from kitty.texts import load_passage
 
 
 @dataclass(frozen=True)
+class Work:
+    """A record that an experiment asks for.
+
+    Attributes:
+        record: its path below the experiment's folder.
+        needs: files that other jobs make for it, in the order in which they are made.
+    """
+
+    record: str
+    needs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """An experiment and the folder of its results."""
 
@@ -56,6 +69,21 @@ class Plan:
     def analysis_records(self) -> list[str]:
         """Paths of all analysis records."""
         return [str(self.analysis_record(*pair)) for pair in self.experiment.analyses()]
+
+    def work(self) -> list[Work]:
+        """Every record with what it needs; paths are relative to the experiment's folder."""
+        found = [
+            Work(job.record, (_model_file(job.model), _reference_file(job.model, job.passage)))
+            for job in self.experiment.jobs()
+        ]
+        for model, passage in self.experiment.analyses():
+            record = self.analysis_record(model, passage).relative_to(self.root)
+            found.append(Work(str(record), (_model_file(model),)))
+        return found
+
+    def wants_gpu(self) -> bool:
+        """Whether the jobs ask for a GPU."""
+        return self.experiment.device.startswith("cuda")
 
     # Settings: plain data that decides a job's result.
 
@@ -153,3 +181,11 @@ class Plan:
             title=self.experiment.title,
             description=self.experiment.description,
         )
+
+
+def _model_file(model: str) -> str:
+    return f"models/{model}.json"
+
+
+def _reference_file(model: str, passage: str) -> str:
+    return f"references/{model}/{passage}.safetensors"
