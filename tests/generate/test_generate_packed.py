@@ -193,9 +193,11 @@ def test_packing_saves_what_the_layout_says() -> None:
 def test_a_method_that_cannot_be_packed_says_so() -> None:
     with pytest.raises(KittyError, match=r"'kivi-k2v4-sink' cannot be packed.*4 bits"):
         KittyCache("kivi-k2v4-sink")
+    with pytest.raises(KittyError, match=r"'fp16' keeps every token in 16 bit.*max_length"):
+        KittyCache("fp16")
     model = make("llama")
-    with pytest.raises(KittyError, match="'fp16' cannot be packed"):
-        kitty.enable(model, "fp16", cache="packed")
+    with pytest.raises(KittyError, match=r"'kivi-k2v4-sink' cannot be packed.*4 bits"):
+        kitty.enable(model, "kivi-k2v4-sink")
     assert model.config._attn_implementation == "sdpa"
 
 

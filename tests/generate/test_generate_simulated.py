@@ -1,6 +1,7 @@
 """The simulated cache inside transformers: every way of generating, on tiny random models."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 import kitty
 from kitty import KittyError, SimulatedCache
 
+enable = functools.partial(kitty.enable, cache="simulated")
 SMALL = kitty.get_method("kitty-pro", sink=4, window=8, page_size=8)
 FULL = kitty.get_method("fp16")
 
@@ -41,7 +43,7 @@ def test_an_unquantized_kitty_cache_generates_what_transformers_does(name: str, 
         model = make(name)
         model.generation_config.cache_implementation = None  # hybrid caches count differently
         if hooked:
-            kitty.enable(model, FULL)
+            enable(model, FULL)
         torch.manual_seed(5)
         outputs.append(greedy(model, ids, mask, max_new_tokens=30, **mode))
     assert torch.equal(*outputs)
@@ -49,7 +51,7 @@ def test_an_unquantized_kitty_cache_generates_what_transformers_does(name: str, 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_padded_batch_generates_what_each_prompt_does_alone(name: str) -> None:
-    model = kitty.enable(make(name), SMALL)
+    model = enable(make(name), SMALL)
     lengths = (5, 60, 2)  # the first and last are shorter than the sink and a page
     ids, mask = prompt(*lengths)
     together = greedy(model, ids, mask)
@@ -64,7 +66,7 @@ def test_quantization_is_really_at_work(name: str) -> None:
     ids, mask = prompt(50)
     with torch.no_grad():
         dense = model(ids, attention_mask=mask).logits
-        kitty.enable(model, SMALL)
+        enable(model, SMALL)
         cache = SimulatedCache(SMALL, dense_prefill=False)
         quantized = model(ids, past_key_values=cache).logits
     full_attention = [layer for layer in cache.layers.values() if layer.sliding_window is None]
@@ -77,7 +79,7 @@ def test_quantization_is_really_at_work(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_second_turn_equals_single_steps_from_its_first_token(name: str) -> None:
-    model = kitty.enable(make(name), SMALL)
+    model = enable(make(name), SMALL)
     ids, _ = prompt(20)
     turn, _ = prompt(33, seed=3)
     cache = SimulatedCache(SMALL)
@@ -95,7 +97,7 @@ def test_a_second_turn_equals_single_steps_from_its_first_token(name: str) -> No
 
 
 def test_chunks_of_a_prompt_give_the_content_of_their_own_keys_and_values() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(60)
     fed: list[Tensor] = []
 
@@ -115,7 +117,7 @@ def test_chunks_of_a_prompt_give_the_content_of_their_own_keys_and_values() -> N
 
 @pytest.mark.parametrize("method", [SMALL, kitty.get_method("kivi-k2v2", window=0, page_size=4)])
 def test_the_teacher_forced_pass_equals_token_by_token_decoding_in_fp64(method) -> None:
-    model = kitty.enable(make(), method)
+    model = enable(make(), method)
     ids, _ = prompt(57)
     whole = SimulatedCache(method, dense_prefill=False)
     steps = SimulatedCache(method, dense_prefill=False)
@@ -137,7 +139,7 @@ def test_assisted_decoding_gives_the_greedy_text() -> None:
             weight += 0.05 * torch.randn(weight.shape, dtype=weight.dtype)
     assistant.generation_config.num_assistant_tokens = 5
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    model = kitty.enable(make(), method)
+    model = enable(make(), method)
     plain = greedy(model, ids, eos_token_id=1)  # prompt look-up needs one
     assert plain.shape[1] == 14 + FLUSHES
     assert torch.equal(greedy(model, ids, eos_token_id=1, assistant_model=assistant), plain)
@@ -145,7 +147,7 @@ def test_assisted_decoding_gives_the_greedy_text() -> None:
 
 
 def test_a_crop_beyond_the_rollback_is_refused_and_changes_nothing() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, mask = prompt(40, 31)
     cache = SimulatedCache(SMALL, rollback=3)
     with torch.no_grad():
@@ -166,7 +168,7 @@ def test_a_crop_beyond_the_rollback_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_sliding_window_that_has_moved_on_cannot_be_cropped_beyond_the_rollback() -> None:
-    model = kitty.enable(make("mistral"), FULL)  # window of 20, nothing quantized
+    model = enable(make("mistral"), FULL)  # window of 20, nothing quantized
     ids, _ = prompt(40)
     logits = []
     with torch.no_grad():
@@ -186,7 +188,7 @@ def test_a_sliding_window_that_has_moved_on_cannot_be_cropped_beyond_the_rollbac
 
 
 def test_another_number_of_sequences_is_refused_and_changes_nothing() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(20, 20)
     for make_cache in (kitty.SimulatedCache, lambda _: kitty.KittyCache("kitty")):
         cache = make_cache(SMALL)
@@ -200,7 +202,7 @@ def test_another_number_of_sequences_is_refused_and_changes_nothing() -> None:
 
 
 def test_crops_with_calls_between_them_together_stay_within_the_rollback() -> None:
-    model = kitty.enable(make("mistral"), SMALL)  # window of 20
+    model = enable(make("mistral"), SMALL)  # window of 20
     ids, _ = prompt(40)
     for cache_method in (SMALL, FULL):
         cache = SimulatedCache(cache_method, rollback=3)
@@ -219,7 +221,7 @@ def test_crops_with_calls_between_them_together_stay_within_the_rollback() -> No
 
 
 def test_cropped_and_continued_equals_never_having_had_the_tokens() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, mask = prompt(40, 22)
     wrong, _ = prompt(3, 3, seed=1)
     right, _ = prompt(12, 12, seed=2)
@@ -237,7 +239,7 @@ def test_cropped_and_continued_equals_never_having_had_the_tokens() -> None:
 
 
 def test_a_reset_cache_is_as_new() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, mask = prompt(50, 44)
     short, _ = prompt(12, seed=9)
     cache = SimulatedCache(SMALL)
@@ -251,12 +253,12 @@ def test_a_reset_cache_is_as_new() -> None:
 def test_each_generate_gets_the_method_that_holds_at_its_time() -> None:
     model = make()
     ids, _ = prompt(60)
-    kitty.enable(model, SMALL)
+    enable(model, SMALL)
     first = greedy(model, ids, max_new_tokens=20)
     coarse = SMALL.replace(key_bits=1, value_bits=1, boost_ratio=0.0)
-    kitty.enable(model, coarse)
+    enable(model, coarse)
     second = greedy(model, ids, max_new_tokens=20)
-    kitty.enable(model, SMALL)
+    enable(model, SMALL)
     assert torch.equal(greedy(model, ids, max_new_tokens=20), first)
     assert not torch.equal(first, second)
 
@@ -293,7 +295,7 @@ def test_a_cache_of_fixed_size_generates_what_it_does_without_kitty(name: str) -
     for hooked in (False, True):
         model = make(name)
         if hooked:
-            kitty.enable(model, SMALL)
+            enable(model, SMALL)
         outputs.append(greedy(model, ids, mask, max_new_tokens=12, cache_implementation=kind))
     assert torch.equal(*outputs)
 
@@ -305,7 +307,7 @@ def test_without_a_kitty_cache_the_model_compiles_in_one_graph() -> None:
     compiled._compile_all_devices = True
     outputs = []
     for config in (None, compiled):
-        model = kitty.enable(make(), SMALL)
+        model = enable(make(), SMALL)
         static = {"cache_implementation": "static", "compile_config": config}
         outputs.append(greedy(model, ids, mask, max_new_tokens=12, **static))
     assert torch.equal(*outputs)
@@ -326,7 +328,7 @@ def test_disable_restores_the_model() -> None:
     model = make()
     ids, _ = prompt(30)
     before = greedy(model, ids)
-    kitty.disable(kitty.enable(kitty.enable(model, SMALL), FULL))
+    kitty.disable(enable(enable(model, SMALL), FULL))
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(greedy(model, ids), before)
     out = greedy(model, ids, return_dict_in_generate=True)
@@ -334,7 +336,7 @@ def test_disable_restores_the_model() -> None:
 
 
 def test_a_cache_that_the_call_names_wins() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(12)
     out = greedy(model, ids, cache_implementation="static", return_dict_in_generate=True)
     assert not isinstance(out.past_key_values, SimulatedCache)
@@ -346,7 +348,7 @@ def test_a_cache_that_the_call_names_wins() -> None:
 
 
 def test_a_models_own_default_cache_does_not_collide_with_kittys() -> None:
-    model = kitty.enable(make("gemma2"), SMALL)
+    model = enable(make("gemma2"), SMALL)
     model.generation_config.cache_implementation = "hybrid"
     ids, _ = prompt(12)
     out = greedy(model, ids, return_dict_in_generate=True)
@@ -356,7 +358,7 @@ def test_a_models_own_default_cache_does_not_collide_with_kittys() -> None:
 
 
 def test_a_compiled_forward_with_a_kitty_cache_equals_the_plain_one() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, mask = prompt(30, 11)
     more = torch.cat([mask, torch.ones_like(mask)], dim=1)
     logits = []
@@ -375,7 +377,7 @@ def test_a_compiled_forward_with_a_kitty_cache_equals_the_plain_one() -> None:
 
 
 def test_a_copied_or_pickled_model_stays_enabled_by_itself() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(30)
     expected = greedy(model, ids, max_new_tokens=9)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -391,7 +393,7 @@ def test_a_copied_or_pickled_model_stays_enabled_by_itself() -> None:
 
 
 def test_a_saved_model_loads_where_kitty_is_not_imported(tmp_path) -> None:
-    kitty.enable(make(), SMALL).save_pretrained(tmp_path)
+    enable(make(), SMALL).save_pretrained(tmp_path)
     assert all("kitty" not in path.read_text() for path in tmp_path.glob("*.json"))
 
 
@@ -418,9 +420,9 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("wrap", [Adapter, compiled, lambda model: compiled(Adapter(model))])
 def test_a_wrapped_model_is_enabled_inside(wrap) -> None:
     ids, _ = prompt(30)
-    expected = greedy(kitty.enable(make(), SMALL), ids, max_new_tokens=9)
+    expected = greedy(enable(make(), SMALL), ids, max_new_tokens=9)
     model = wrap(make())
-    assert kitty.enable(model, SMALL) is model
+    assert enable(model, SMALL) is model
     out = greedy(model, ids, max_new_tokens=9, return_dict_in_generate=True)
     assert isinstance(out.past_key_values, SimulatedCache)
     assert torch.equal(out.sequences, expected)
@@ -431,7 +433,7 @@ def test_a_wrapped_model_is_enabled_inside(wrap) -> None:
 
 
 def test_a_model_without_a_head_takes_a_cache() -> None:
-    model = kitty.enable(make().model, SMALL)
+    model = enable(make().model, SMALL)
     cache = SimulatedCache(SMALL)
     with torch.no_grad():
         model(prompt(30)[0], past_key_values=cache)
@@ -443,7 +445,7 @@ def test_a_model_without_a_head_takes_a_cache() -> None:
 @pytest.mark.parametrize("model", [None, "Qwen/Qwen3-4B", torch.nn.Linear(2, 2)])
 def test_what_is_no_model_is_refused_in_one_sentence(model) -> None:
     with pytest.raises(KittyError, match=f"A {type(model).__name__} is no model of transformers"):
-        kitty.enable(model, SMALL)
+        enable(model, SMALL)
 
 
 def test_a_4d_mask_is_followed_or_refused() -> None:
@@ -454,7 +456,7 @@ def test_a_4d_mask_is_followed_or_refused() -> None:
     added[~opened] = torch.finfo(torch.float64).min
     hole = causal.clone()
     hole[:, :, 15:, 3:9] = False
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, past_key_values=SimulatedCache(SMALL)).logits
         for good in (causal, opened, added):
@@ -468,7 +470,7 @@ def test_a_4d_mask_is_followed_or_refused() -> None:
 
 
 def test_a_cache_whose_call_was_interrupted_is_refused_until_reset() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(30)
     cache = SimulatedCache(SMALL, rollback=2)
 
@@ -490,7 +492,7 @@ def test_a_cache_whose_call_was_interrupted_is_refused_until_reset() -> None:
 
 
 def test_a_first_call_that_was_interrupted_is_noticed_too() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(30)
     cache = SimulatedCache(SMALL)
     with torch.no_grad():
@@ -503,7 +505,7 @@ def test_a_first_call_that_was_interrupted_is_noticed_too() -> None:
 
 
 def test_a_cache_may_be_filled_in_inference_mode_and_used_outside() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(50)
     cache = SimulatedCache(SMALL)
     with torch.inference_mode():
@@ -523,7 +525,7 @@ def test_an_encoder_decoder_is_refused_in_one_sentence() -> None:
         decoder_attention_heads=2,
     )
     with pytest.raises(KittyError, match="BartForConditionalGeneration is an encoder-decoder"):
-        kitty.enable(BartForConditionalGeneration(config))
+        enable(BartForConditionalGeneration(config))
 
 
 def test_a_model_with_its_own_attention_is_refused_in_one_sentence() -> None:
@@ -531,7 +533,7 @@ def test_a_model_with_its_own_attention_is_refused_in_one_sentence() -> None:
         BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)
     )
     with pytest.raises(KittyError, match="BloomForCausalLM does not call its attention through"):
-        kitty.enable(model)
+        enable(model)
 
 
 def test_a_cache_in_a_model_that_was_not_enabled_says_what_to_call() -> None:
@@ -543,7 +545,7 @@ def test_a_cache_in_a_model_that_was_not_enabled_says_what_to_call() -> None:
 
 
 def test_contrastive_search_and_legacy_tuples_are_refused_in_one_sentence() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     ids, _ = prompt(8)
     with pytest.raises(KittyError, match="Contrastive search"):
         greedy(model, ids, penalty_alpha=0.6, top_k=4)
@@ -554,7 +556,7 @@ def test_contrastive_search_and_legacy_tuples_are_refused_in_one_sentence() -> N
 
 
 def test_attention_weights_cannot_be_had_from_a_quantized_cache() -> None:
-    model = kitty.enable(make(), SMALL)
+    model = enable(make(), SMALL)
     with pytest.raises(KittyError, match="output_attentions=True cannot work"), torch.no_grad():
         model(prompt(4)[0], past_key_values=SimulatedCache(SMALL), output_attentions=True)
 
@@ -563,13 +565,13 @@ def test_an_unknown_cache_or_method_changes_nothing() -> None:
     model = make()
     for kwargs in ({"cache": "magic"}, {"method": "kity"}, {"boost_ratio": 2.0}):
         with pytest.raises(KittyError):
-            kitty.enable(model, **kwargs)
+            enable(model, **kwargs)
         assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision_models_generate(dtype: torch.dtype) -> None:
-    model = kitty.enable(make("qwen3", dtype), SMALL)
+    model = enable(make("qwen3", dtype), SMALL)
     ids, mask = prompt(30, 3)
     out = greedy(model, ids, mask, return_dict_in_generate=True)
     assert out.past_key_values.layers[0].content(0)[0].dtype == dtype

@@ -1,6 +1,7 @@
 """The packed cache: 2-bit pages in a pool, 16-bit sinks and rings, one state for all layers.
 
-The host mirrors lengths and page ids; the device holds everything that kernels read.
+The host mirrors lengths and page ids; the device holds everything that kernels read. With a known
+maximum length nothing on the device moves, so that a CUDA graph can replay a decode step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,6 +34,9 @@ from kitty.pages import (
     empty_buffers,
     tensor_bytes,
 )
+
+SINK_MULTIPLE = 32  # tokens that the decode kernel reads at a time from 16-bit buffers
+TORCH_GROUPS_HEADS = Version(torch.__version__) >= Version("2.5")  # sdpa's enable_gqa
 
 
 @dataclasses.dataclass
@@ -59,11 +64,19 @@ class Part:
     def lengths_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """seq_lens, paged_lens, num_new (None: all), int32 ``[B]``; made once per device."""
         if device not in self._made:
-            after = [n + new for n, new in zip(self.before, self.news, strict=True)]
-            vectors = (after, self.paged, self.news)
+            vectors = (self.after, self.paged, self.news)
             made = [torch.tensor(x, dtype=torch.int32, device=device) for x in vectors]
             self._made[device] = (made[0], made[1], made[2] if self.ragged else None)
         return self._made[device]
+
+    @property
+    def after(self) -> list[int]:
+        """Tokens of each sequence after the part."""
+        return [n + new for n, new in zip(self.before, self.news, strict=True)]
+
+    def use(self, device: torch.device, seq_lens: Tensor, paged_lens: Tensor) -> None:
+        """Take these vectors on ``device``; the part is not ragged."""
+        self._made[device] = (seq_lens, paged_lens, None)
 
     def __post_init__(self) -> None:
         self._made: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
@@ -79,6 +92,7 @@ class Call:
         order: int64 ``[B, T]`` that brings the real tokens last; None if there are no pads.
         dense: whether attention within the call is dense (prefill).
         parts: in order.
+        rows: the sequences of the batch that the call brings.
     """
 
     counts: list[int]
@@ -86,15 +100,22 @@ class Call:
     order: Tensor | None
     dense: bool
     parts: list[Part]
+    rows: slice
+
+    @property
+    def simple(self) -> bool:
+        """Whether every sequence brings the same tokens, all of one part."""
+        return len(self.parts) == 1 and self.order is None
 
 
 class PackedState:
     """Lengths, page ids and page memory of a model's full-attention layers.
 
     Args:
-        method: one that the packed format holds.
-        max_length: reserve pages for sequences of so many tokens at the first call, so that no
-            address changes later; None grows on demand.
+        method: one that the packed format holds, or one without quantization, whose tokens then
+            all stand in the sink.
+        max_length: reserve pages for sequences of so many tokens at the first call, and keep
+            every address; longer sequences grow on demand. None grows from the start.
         max_bytes: limit of the page memory.
 
     Raises:
@@ -104,78 +125,128 @@ class PackedState:
     def __init__(
         self, method: Method, *, max_length: int | None = None, max_bytes: int | None = None
     ) -> None:
-        if method.packed_reason() is not None:
+        self.dense = not method.quantized
+        self.method = _all_in_sink(method, max_length) if self.dense else method
+        reason = self.method.packed_reason()
+        if reason is not None:
             raise KittyError(
-                f"Method {method.name!r} cannot be packed, because its {method.packed_reason()}: "
-                "use the simulated cache."
+                f"Method {method.name!r} cannot be packed, because its {reason}: use the "
+                "simulated cache."
             )
-        self.method = method
         self.max_length = max_length
         self.pool = PagePool([], max_bytes=max_bytes)
+        self.batch = 0  # sequences that there is room for; fewer are filled in a first call by rows
         self.lengths: list[int] = []
         self.paged: list[int] = []  # lengths up to which pages are written
         self.key_ids: list[list[int]] = []
         self.value_ids: list[list[int]] = []
         self.call: Call | None = None
-        self._layers: list[PackedLayer] = []
+        self.pages_read = 0  # of one layer, quantized keys and values
+        self.layers: list[PackedLayer] = []
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._step_lens: dict[torch.device, Tensor] = {}  # int32 [2, B] of steps by one token
 
     def layer(self, layer: int) -> PackedLayer:
         """A new layer of this state; ``layer`` is its index in the model."""
         return PackedLayer(self, layer)
 
-    def begin(self, batch: int, total: int, real: Tensor | None, *, dense_prefill: bool) -> None:
+    def begin(
+        self,
+        batch: int,
+        total: int,
+        real: Tensor | None,
+        *,
+        dense_prefill: bool,
+        rows: slice | None = None,
+    ) -> None:
         """Plan a call for all layers and allocate the pages that it will write.
 
         Args:
-            batch: sequences B.
+            batch: sequences B of the call.
             total: tokens T of the call.
             real: bool ``[B, T]``, False for pads; None if all are real.
+            dense_prefill: whether a first call is dense attention.
+            rows: the call is the first one of these sequences alone, the next of a larger batch
+                (``make_room``); None: it brings all.
 
         Raises:
-            KittyError: the pool is exhausted, or a sequence is still empty after its first call.
+            KittyError: the pool is exhausted, a sequence is still empty after its first call, or
+                a cache without quantization is full.
         """
-        if not self.lengths:
-            self.lengths, self.paged = [0] * batch, [0] * batch
-            self.key_ids = [[] for _ in range(batch)]
-            self.value_ids = [[] for _ in range(batch)]
+        rows = slice(0, batch) if rows is None else rows
+        self.make_room(max(self.batch, rows.stop))
+        new = rows.stop - len(self.lengths)
+        self.lengths += [0] * new
+        self.paged += [0] * new
+        self.key_ids += [[] for _ in range(new)]
+        self.value_ids += [[] for _ in range(new)]
         counts = [total] * batch if real is None else real.sum(dim=1).tolist()
         order = None
         if real is not None and min(counts) < total:
             order = real.long().argsort(dim=1, stable=True)
-        dense = dense_prefill and not any(self.lengths)
-        if dense_prefill and not dense and not all(self.lengths):
+        lengths = self.lengths[rows]
+        dense = dense_prefill and not any(lengths)
+        if dense_prefill and not dense and not all(lengths):
             raise KittyError(
-                f"Sequence {self.lengths.index(0)} of the batch had no token in the first call: "
+                f"Sequence {lengths.index(0)} of the batch had no token in the first call: "
                 "give every prompt at least one token, or use the simulated cache."
             )
+        after = [n + c for n, c in zip(lengths, counts, strict=True)]
+        if self.dense and max(after) > self.method.sink:
+            raise KittyError(
+                f"A sequence grows to {max(after)} tokens, but this 16-bit cache was made for "
+                f"{self.max_length}: give a larger max_length."
+            )
         if dense:
-            after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
-            parts = [Part(0, total, list(self.lengths), counts, after)]
+            parts = [Part(0, total, lengths, counts, after)]
         else:
-            parts = self._parts(counts, total)
+            parts = self._parts(lengths, self.paged[rows], counts, total)
         last = parts[-1]
-        self._allocate([max(x) for x in zip(last.before, last.paged, strict=True)])
-        self.paged = [max(x) for x in zip(last.before, last.paged, strict=True)]
-        self.lengths = [n + new for n, new in zip(last.before, last.news, strict=True)]
-        self.call = Call(counts, total, order, dense, parts)
+        paged = [max(x) for x in zip(last.before, last.paged, strict=True)]
+        self._allocate(rows, paged)
+        self.paged[rows] = paged
+        self.lengths[rows] = last.after
+        self.call = Call(counts, total, order, dense, parts, rows)
+        if not dense:
+            pages = (self.method.key_pages, self.method.value_pages)
+            self.pages_read += sum(count(n) for p in parts for n in p.before for count in pages)
+        if self.call.simple and total == 1 and self.max_length is not None and not dense:
+            self._enter_step(last)
 
-    def _parts(self, counts: list[int], total: int) -> list[Part]:
-        cuts = page_cuts(self.method, self.lengths, counts, skip=[False] * len(counts))
-        parts, paged = [], self.paged
+    def make_room(self, batch: int) -> None:
+        """Let the buffers and tables that are still to be made hold ``batch`` sequences."""
+        self.batch = batch
+
+    def _enter_step(self, part: Part) -> None:
+        """Put a one-token step's lengths where a captured graph reads them."""
+        for layer in self.layers:
+            device = layer.device
+            if device not in self._step_lens:
+                self._step_lens[device] = torch.zeros(
+                    2, self.batch, dtype=torch.int32, device=device
+                )
+        for device, lens in self._step_lens.items():
+            _overwrite(lens, [part.after, part.paged])
+            part.use(device, lens[0], lens[1])
+
+    def _parts(
+        self, lengths: list[int], paged: list[int], counts: list[int], total: int
+    ) -> list[Part]:
+        cuts = page_cuts(self.method, lengths, counts, skip=[False] * len(counts))
+        parts = []
         for begin, end in zip(cuts, [*cuts[1:], max(*counts, 1)], strict=True):
-            before = [n + min(begin, c) for n, c in zip(self.lengths, counts, strict=True)]
+            before = [n + min(begin, c) for n, c in zip(lengths, counts, strict=True)]
             news = [max(0, min(end, c) - begin) for c in counts]
             parts.append(Part(begin, end, before, news, list(paged)))
             paged = [max(x) for x in zip(paged, before, strict=True)]
         return parts
 
-    def _allocate(self, lengths: Sequence[int]) -> None:
-        """Give every sequence ids for the pages of ``lengths``."""
+    def _allocate(self, rows: slice, lengths: Sequence[int]) -> None:
+        """Give the sequences ``rows`` ids for the pages of ``lengths``."""
         changed = False
         for ids, pages, count in (
-            (self.key_ids, self.pool.keys, self.method.key_pages),
-            (self.value_ids, self.pool.values, self.method.value_pages),
+            (self.key_ids[rows], self.pool.keys, self.method.key_pages),
+            (self.value_ids[rows], self.pool.values, self.method.value_pages),
         ):
             missing = [max(0, count(n) - len(held)) for n, held in zip(lengths, ids, strict=True)]
             if any(missing):
@@ -184,24 +255,69 @@ class PackedState:
                     held.extend(next(new) for _ in range(more))
                 changed = True
         if changed:
-            self._tables.clear()
+            self._tables_changed()
 
     def tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Key and value page tables, int32 ``[B, max_pages]``."""
         if device not in self._tables:
-            self._tables[device] = (_table(self.key_ids, device), _table(self.value_ids, device))
+            keys, values = (
+                torch.tensor(x, dtype=torch.int32, device=device).reshape(len(x), len(x[0]))
+                for x in self._table_rows()
+            )
+            self._tables[device] = (keys, values)
         return self._tables[device]
+
+    def _table_rows(self) -> list[list[list[int]]]:
+        """Page ids of all sequences, keys and values, filled up with NO_PAGE to one width."""
+        tables = []
+        for ids, count in (
+            (self.key_ids, self.method.key_pages),
+            (self.value_ids, self.method.value_pages),
+        ):
+            reserved = 0 if self.max_length is None else count(self.max_length)
+            width = max(reserved, *(len(held) for held in ids))
+            rows = [held + [NO_PAGE] * (width - len(held)) for held in ids]
+            tables.append(rows + [[NO_PAGE] * width for _ in range(self.batch - len(rows))])
+        return tables
+
+    def _tables_changed(self) -> None:
+        """Bring the device's tables up to date: in place if they may not move, else when asked."""
+        if self.max_length is None:
+            self._tables.clear()
+            return
+        rows = self._table_rows()
+        for device, tables in list(self._tables.items()):
+            if any(t.shape != (len(x), len(x[0])) for t, x in zip(tables, rows, strict=True)):
+                del self._tables[device]
+                continue
+            for table, new in zip(tables, rows, strict=True):
+                _overwrite(table, new)
+
+    def addresses(self) -> tuple[int, ...]:
+        """What a captured graph depends on: changes when anything that kernels read has moved."""
+        tensors = [x for pair in self._tables.values() for x in pair]
+        tensors += self._step_lens.values()
+        for layer in self.layers:
+            tensors += layer.buffers or ()
+        moved = (self.pool.keys.generation, self.pool.values.generation)
+        return (self.batch, *moved, *(x.data_ptr() for x in tensors))
 
     def register(self, layer: PackedLayer, heads: int, dim: int, device: torch.device) -> int:
         """Add a layer to the pool at its first call; its index there."""
         layout = PageLayout.of(self.method, dim)
         self.pool.add_layer(PagedLayer(layout, heads, device))
-        self._layers.append(layer)
-        if self.max_length is not None and len(self._layers) == 1:
-            batch = len(self.lengths)
+        self.layers.append(layer)
+        if self.max_length is not None and len(self.layers) == 1:
             counts = (self.method.key_pages, self.method.value_pages)
-            self.pool.reserve(*(batch * count(self.max_length) for count in counts), fixed=False)
-        return len(self._layers) - 1
+            needed = [self.batch * count(self.max_length) for count in counts]
+            self.pool.reserve(*needed, fixed=False)
+        return len(self.layers) - 1
+
+    def pretend(self, length: int) -> None:
+        """Hold ``length`` tokens of every sequence, their pages with whatever memory contains."""
+        lengths = [length] * len(self.lengths)
+        self._allocate(slice(0, len(lengths)), lengths)
+        self.lengths, self.paged = lengths, list(lengths)
 
     def crop(self, removed: Iterable[int]) -> None:
         """Take back the last ``removed[b]`` tokens; pages that are not final again are freed."""
@@ -215,7 +331,7 @@ class PackedState:
                 keep = min(len(held), count(length))
                 pages.release(held[keep:])
                 del held[keep:]
-        self._tables.clear()
+        self._tables_changed()
 
     def select(self, indices: Tensor) -> None:
         """Make sequence i a copy of sequence ``indices[i]``; full pages are shared."""
@@ -229,14 +345,18 @@ class PackedState:
             ids[:] = new
         self.lengths = [self.lengths[i] for i in order]
         self.paged = [self.paged[i] for i in order]
-        self._tables.clear()
-        for layer in self._layers:
+        if len(order) != self.batch:
+            self.batch = len(order)
+            self._step_lens.clear()
+        self._tables_changed()
+        for layer in self.layers:
             layer.select_buffers(indices)
 
     def report(self) -> ByteReport:
         """Bytes of everything the state holds on devices."""
-        buffers = sum(tensor_bytes(layer.buffers) for layer in self._layers if layer.buffers)
+        buffers = sum(tensor_bytes(layer.buffers) for layer in self.layers if layer.buffers)
         tables = sum(tensor_bytes(pair) for pair in self._tables.values())
+        tables += tensor_bytes(self._step_lens.values())
         return self.pool.report() + ByteReport(buffers=buffers, tables=tables)
 
 
@@ -247,13 +367,23 @@ class PackedLayer:
         self.state = state
         self.layer = layer
         self.buffers: Buffers | None = None
-        self.pages_read = 0
         self._index = -1
 
     @property
     def lengths(self) -> list[int]:
         """Real tokens of each sequence, as of the latest call of the model."""
         return self.state.lengths
+
+    @property
+    def pages_read(self) -> int:
+        """Quantized pages that the layer's attention has read, over all calls."""
+        return self.state.pages_read
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer's buffers are."""
+        assert self.buffers is not None
+        return self.buffers.sink_k.device
 
     def attend(
         self,
@@ -280,13 +410,15 @@ class PackedLayer:
         self._begin(keys)
         if call.order is not None:
             query, keys, values = (gather_tokens(x, call.order) for x in (query, keys, values))
-        out = torch.zeros_like(query)
+        out = query if call.simple else torch.zeros_like(query)
         for part in call.parts:
             q, k, v = (_align(x, part, call) for x in (query, keys, values))
             self._append(k, v, part)
             if call.dense:
                 out = _dense_prefill(q, k, v, call.counts, scale)
                 self._quantize(k, v, part)
+            elif call.simple:
+                out = self._decode(q, part, scale)
             else:
                 _scatter(out, self._decode(q, part, scale), part, call)
         return out if call.order is None else gather_tokens(out, call.order.argsort(dim=1))
@@ -304,7 +436,7 @@ class PackedLayer:
             (state.key_ids, method.key_pages(paged), self._decode_keys, *self.buffers[0::2]),
             (state.value_ids, method.value_pages(paged), self._decode_values, *self.buffers[1::2]),
         ):
-            table = _table([ids[sequence][:pages]], device)
+            table = torch.tensor([ids[sequence][:pages]], dtype=torch.int32, device=device)
             at = (
                 torch.arange(pages * method.page_size, max(n - method.sink, 0), device=device)
                 % ring.shape[2]
@@ -326,7 +458,12 @@ class PackedLayer:
     def select_buffers(self, indices: Tensor) -> None:
         """Copy the 16-bit buffers of the selected sequences."""
         if self.buffers is not None:
-            self.buffers = Buffers(*(x.index_select(0, indices.to(x.device)) for x in self.buffers))
+            selected = (x.index_select(0, indices.to(x.device)) for x in self.buffers)
+            if len(indices) == self.buffers.sink_k.shape[0]:
+                for buffer, new in zip(self.buffers, selected, strict=True):
+                    buffer.copy_(new)  # addresses stay
+            else:
+                self.buffers = Buffers(*selected)
 
     def crop(self, removed: Iterable[int]) -> None:
         """Nothing to do: buffers still hold what the shorter length needs."""
@@ -335,24 +472,35 @@ class PackedLayer:
         """Nothing to do: the state selects all its layers at once."""
 
     def _begin(self, keys: Tensor) -> None:
-        batch, heads, _, dim = keys.shape
+        _, heads, _, dim = keys.shape
         if self.buffers is None:
-            self._index = self.state.register(self, heads, dim, keys.device)
             layout = BufferLayout.of(self.state.method, dim)
-            self.buffers = empty_buffers(layout, batch, heads, keys.dtype, keys.device)
+            self.buffers = empty_buffers(layout, self.state.batch, heads, keys.dtype, keys.device)
             for buffer in self.buffers:
                 buffer.zero_()  # kernels multiply masked slots by 0, which NaN would survive
+            self._index = self.state.register(self, heads, dim, keys.device)
 
     def _storage(self) -> tuple[KeyPages, ValuePages, Tensor, Tensor]:
-        pool, device = self.state.pool, self.buffers[0].device  # type: ignore[index]
-        tables = self.state.tables_on(device)
-        return pool.keys.storage(self._index), pool.values.storage(self._index), *tables
+        pool, call = self.state.pool, self.state.call
+        assert call is not None
+        key_table, value_table = self.state.tables_on(self.device)
+        return (
+            pool.keys.storage(self._index),
+            pool.values.storage(self._index),
+            key_table[call.rows],
+            value_table[call.rows],
+        )
+
+    def _row_buffers(self) -> Buffers:
+        call = self.state.call
+        assert self.buffers is not None
+        assert call is not None
+        return Buffers(*(x[call.rows] for x in self.buffers))
 
     def _append(self, k: Tensor, v: Tensor, part: Part) -> None:
-        assert self.buffers is not None
         seq_lens, paged, news = part.lengths_on(k.device)
         append(
-            k, v, *self._storage(), self.buffers, seq_lens, paged, self.state.method,
+            k, v, *self._storage(), self._row_buffers(), seq_lens, paged, self.state.method,
             num_new=news, layer=self.layer,
         )  # fmt: skip
 
@@ -361,12 +509,9 @@ class PackedLayer:
         quantize_pages(k, v, *self._storage(), seq_lens, self.state.method, layer=self.layer)
 
     def _decode(self, q: Tensor, part: Part, scale: float) -> Tensor:
-        assert self.buffers is not None
-        method = self.state.method
-        self.pages_read += sum(method.key_pages(n) + method.value_pages(n) for n in part.before)
         out = decode_attention(
-            q, *self._storage(), self.buffers, part.lengths_on(q.device)[0], method,
-            softmax_scale=scale,
+            q, *self._storage(), self._row_buffers(), part.lengths_on(q.device)[0],
+            self.state.method, softmax_scale=scale,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
@@ -376,7 +521,7 @@ def _align(x: Tensor, part: Part, call: Call) -> Tensor:
     """A part's tokens ``[B, H, w, D]``, real ones last; ``x`` has the call's real tokens last."""
     width = part.end - part.begin
     if len(call.parts) == 1 and width == x.shape[2]:
-        return x.contiguous()
+        return x
     if min(call.counts) == call.total:
         return x[:, :, part.begin : part.end].contiguous()
     first = [
@@ -404,8 +549,13 @@ def _dense_prefill(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale
     groups = q.shape[1] // k.shape[1]
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if groups > 1:
-            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        if groups == 1:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        if q.is_cuda and TORCH_GROUPS_HEADS:  # no repeated keys and values in memory
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
     if min(counts) == q.shape[2]:
@@ -418,8 +568,26 @@ def _dense_prefill(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale
     return out
 
 
-def _table(ids: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Page ids of all sequences as int32 ``[B, max_pages]``."""
-    width = max(len(held) for held in ids)
-    rows = [[*held, *[NO_PAGE] * (width - len(held))] for held in ids]
-    return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), width)
+def _overwrite(target: Tensor, rows: Sequence[Sequence[int]]) -> None:
+    """Replace an int32 tensor's content; the host does not wait for the device."""
+    new = torch.tensor(rows, dtype=torch.int32)
+    if target.is_cuda:
+        new = new.pin_memory()
+    target.copy_(new, non_blocking=True)
+
+
+def _all_in_sink(method: Method, max_length: int | None) -> Method:
+    """What holds an unquantized method: a sink as long as the sequences, no page ever.
+
+    Raises:
+        KittyError: the length is not known.
+    """
+    if max_length is None:
+        raise KittyError(
+            f"Method {method.name!r} keeps every token in 16 bit, for which the packed cache needs "
+            "to know the longest sequence: give max_length, or use the default cache."
+        )
+    return method.replace(
+        name=method.name, key_bits=2, value_bits=2, boost_ratio=0.0, rollback=0,
+        window=0, sink=-(-max_length // SINK_MULTIPLE) * SINK_MULTIPLE,
+    )  # fmt: skip

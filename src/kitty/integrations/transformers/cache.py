@@ -5,6 +5,8 @@ The state itself lives in kitty.cache, one object per attention layer.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -68,6 +70,7 @@ class KittyCacheBase(Cache):
         self._real: list[Tensor] = []  # per call, bool [B, T]
         self._total = 0  # columns of all calls, the present one too
         self._columns: dict[int, int] = {}  # padded length, per layer
+        self._rows: slice | None = None  # sequences that calls bring, where a batch is split
         self._lengths: list[int] = []  # real tokens of each sequence
         self._longest: list[int] = []  # the most it ever had: what is r behind that is final
 
@@ -120,12 +123,7 @@ class KittyCacheBase(Cache):
         seen = self._columns.get(layer_idx, 0)
         if seen == self._total:  # the first layer to see this call
             self._check_whole(seen)
-            self._check_batch(keys.shape[0])
-            self._begin_call(keys.shape[0], keys.shape[2], real)
-            self._count(keys.shape[0], keys.shape[2], real)
-            columns = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
-            self._real.append(columns if real is None else real.cpu())
-            self._total += keys.shape[2]
+            self._start(keys.shape[0], keys.shape[2], real)
         elif seen + keys.shape[2] != self._total:
             _interrupted()
         if layer_idx not in self.layers:
@@ -143,6 +141,15 @@ class KittyCacheBase(Cache):
         if self.observer is not None:
             self.observer(layer_idx, query, keys, values, out, scale)
         return out
+
+    def _start(self, batch: int, length: int, real: Tensor | None) -> None:
+        """Count a call before its first layer."""
+        self._check_batch(batch)
+        self._begin_call(batch, length, real)
+        self._count(batch, length, real)
+        columns = torch.ones(batch, length, dtype=torch.bool)
+        self._real.append(columns if real is None else real.cpu())
+        self._total += length
 
     @property
     def quantized_pages_read(self) -> int:
@@ -207,7 +214,7 @@ class KittyCacheBase(Cache):
             _interrupted()
 
     def _check_batch(self, batch: int) -> None:
-        if self._lengths and len(self._lengths) != batch:
+        if self._rows is None and self._lengths and len(self._lengths) != batch:
             raise KittyError(
                 f"The cache holds {len(self._lengths)} sequences, but the call brings {batch}: use "
                 "a new cache, or reset() this one."
@@ -216,6 +223,10 @@ class KittyCacheBase(Cache):
     def _count(self, batch: int, length: int, real: Tensor | None) -> None:
         """Add a call's real tokens to the lengths."""
         news = [length] * batch if real is None else real.sum(dim=1).tolist()
+        if self._rows is not None:
+            self._lengths += news
+            self._longest += news
+            return
         before = self._lengths or [0] * batch
         self._lengths = [n + new for n, new in zip(before, news, strict=True)]
         longest = self._longest or [0] * batch
@@ -280,12 +291,14 @@ class SimulatedCache(KittyCacheBase):
 class KittyCache(KittyCacheBase):
     """The packed cache: 2-bit pages in a pool, 16-bit sinks, windows and buffers.
 
-    Holds the methods with 2-bit values and 2-bit keys at any boost ratio. Layers with a sliding
-    window keep exactly their window in 16 bit. Needs fp16 or bf16 on a GPU.
+    Holds the methods with 2-bit values and 2-bit keys at any boost ratio, and, with a
+    ``max_length``, those that quantize nothing. Layers with a sliding window keep exactly their
+    window in 16 bit. Needs fp16 or bf16 on a GPU.
 
     Args:
         method: a name from configs/methods.yaml or a Method.
-        max_length: reserve pages for sequences of so many tokens at the first call; None grows.
+        max_length: reserve pages for sequences of so many tokens at the first call, at addresses
+            that stay, so that a CUDA graph can replay the decode step; None grows on demand.
         max_bytes: limit of the page memory; None for the device's.
         kwargs: as for :class:`KittyCacheBase`.
 
@@ -324,7 +337,97 @@ class KittyCache(KittyCacheBase):
         return self.state.layer(layer_idx)
 
     def _begin_call(self, batch: int, length: int, real: Tensor | None) -> None:
-        self.state.begin(batch, length, real, dense_prefill=self.dense_prefill)
+        self.state.begin(batch, length, real, dense_prefill=self.dense_prefill, rows=self._rows)
+
+    @contextlib.contextmanager
+    def filling(self, batch: int) -> Iterator[Callable[[slice], None]]:
+        """Fill an empty cache a few sequences at a time; exact, since no sequence sees another.
+
+        Within, call what is yielded with the next sequences (a slice that begins where the last
+        one ended), then the model with these sequences alone; all calls have as many columns.
+
+        Args:
+            batch: sequences in all.
+
+        Raises:
+            KittyError: the cache is not empty, or not all sequences were filled.
+        """
+        if self._total or batch <= 0:
+            raise KittyError(
+                f"The cache already holds {self._total} columns, but only an empty one can be "
+                "filled by parts of a batch: reset() it."
+            )
+        self.state.make_room(batch)
+        columns: list[Tensor] = []
+
+        def select(rows: slice) -> None:
+            columns.extend(self._real)
+            self._real, self._total, self._columns = [], 0, {}
+            self._rows = rows
+
+        try:
+            yield select
+        finally:
+            self._rows = None
+        if len(self._lengths) != batch:
+            raise KittyError(
+                f"{len(self._lengths)} of {batch} sequences were filled: reset() the cache."
+            )
+        self._real = [torch.cat([*columns, *self._real])]
+
+    @property
+    def real_lengths(self) -> list[int]:
+        """Real tokens of each sequence."""
+        return list(self._lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first layer; the cache must not be empty."""
+        layer = next(iter(self.layers.values()))
+        assert isinstance(layer, PackedLayer)
+        return layer.device
+
+    def graph_obstacle(self) -> str | None:
+        """Why a CUDA graph cannot replay decode steps over this cache; None where it can."""
+        if self.max_length is None:
+            return "the cache grows on demand, so its addresses change (give max_length)"
+        if any(isinstance(layer, SimulatedLayer) for layer in self.layers.values()):
+            return "the model has sliding-window layers, whose windows move"
+        devices = {layer.device for layer in self.layers.values()}  # type: ignore[union-attr]
+        if len(devices) > 1:
+            return "the model's layers are on several devices"
+        if self.observer is not None:
+            return "an observer watches every call"
+        return None
+
+    def count_step(self) -> None:
+        """Count one more token of every sequence on the host; a captured graph does the rest.
+
+        Raises:
+            KittyError: the pool is exhausted, or an earlier call ended between two layers.
+        """
+        self._check_whole(self._total)
+        self._start(len(self._lengths), 1, None)
+        self._columns = dict.fromkeys(self._columns, self._total)
+
+    def pretend(self, length: int) -> None:
+        """Hold ``length`` tokens of every sequence, with whatever its memory contains.
+
+        For benchmarks, which time a step at a length without decoding up to it.
+
+        Raises:
+            KittyError: the cache is empty, or longer already; or the pool is exhausted.
+        """
+        if not self._lengths or max(self._lengths) > length:
+            raise KittyError(
+                f"The cache holds {max(self._lengths, default=0)} tokens, but it can only pretend "
+                f"to hold more than that after a first call, not {length}."
+            )
+        batch = len(self._lengths)
+        self.state.pretend(length)
+        self._lengths, self._longest = [length] * batch, [length] * batch
+        self._real, self._total = [torch.ones(batch, length, dtype=torch.bool)], length
+        self._columns = dict.fromkeys(self._columns, length)
 
     def crop(self, max_length: int) -> None:
         """See :meth:`KittyCacheBase.crop`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -10,28 +11,49 @@ from transformers.generation import GenerationConfig
 from kitty.errors import KittyError
 from kitty.integrations.transformers.attention import NAME
 from kitty.integrations.transformers.cache import KittyCacheBase
-from kitty.integrations.transformers.enable import check_mode, check_model, new_cache
+from kitty.integrations.transformers.enable import (
+    check_mode,
+    check_model,
+    longest,
+    new_cache,
+    use_engine,
+)
+from kitty.integrations.transformers.engine import Forward
+
+ENGINE_SETTINGS = ("graph", "compile", "prefill_tokens")
 
 
-def native_cache(config: Any) -> KittyCacheBase:
+def native_cache(config: Any, max_length: int | None = 1) -> KittyCacheBase:
     """A cache as a ``KittyCacheConfig`` describes it.
 
     Args:
-        config: has ``method``, ``cache`` and any settings of the method as attributes.
+        config: has ``method``, ``cache`` and any settings of the method or of ``kitty.enable`` as
+            attributes.
+        max_length: see :class:`KittyCache`.
 
     Raises:
         KittyError: the method, the cache or a setting is unknown or out of range.
     """
-    settings = dict(vars(config))
-    return new_cache(settings.pop("method"), settings.pop("cache"), **settings)
+    settings = {k: v for k, v in vars(config).items() if k not in ENGINE_SETTINGS}
+    method, cache = settings.pop("method"), settings.pop("cache")
+    return new_cache(method, cache, max_length=max_length, **settings)
 
 
 def prepare_native(
     model: PreTrainedModel,
     generation_config: GenerationConfig,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | None,
+    batch_size: int,
+    max_cache_length: int,
 ) -> KittyCacheBase:
     """The cache of one ``generate()``; the model attends through Kitty from then on.
+
+    Args:
+        model: that generates.
+        generation_config: of the call.
+        assistant_model: of assisted decoding, or None.
+        batch_size: prompts.
+        max_cache_length: tokens that the cache may come to hold, less one.
 
     Raises:
         KittyError: the model or the decoding mode cannot work with a Kitty cache.
@@ -43,11 +65,15 @@ def prepare_native(
     settings = generation_config.cache_config
     # this copy of the configuration has served; an assistant model would inherit half of it
     generation_config.cache_implementation = generation_config.cache_config = None
-    if settings is None:
-        return new_cache()
-    if not hasattr(settings, "method"):
+    if settings is not None and not hasattr(settings, "method"):
         raise KittyError(
             f'cache_config is a {type(settings).__name__}, but cache_implementation="kitty" '
             'takes a dict such as {"method": "kitty-pro"}.'
         )
-    return native_cache(settings)
+    described = settings or SimpleNamespace(method="kitty-pro", cache="packed")
+    method = native_cache(described).method
+    options = {k: v for k, v in vars(described).items() if k in ENGINE_SETTINGS}
+    if not isinstance(model.__dict__.get("forward"), Forward) or options:
+        use_engine(model, **options)
+    length = longest(model, method, generation_config, batch_size, max_cache_length)
+    return native_cache(described, length)

@@ -1,0 +1,127 @@
+"""Decode steps replayed from a CUDA graph give what plain steps give, on tiny random models."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kitty
+from kitty import KittyCache
+from kitty.integrations.transformers.engine import DecodeEngine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
+from tiny_models import greedy, make, prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+PRO = "kitty-pro"
+GPU = torch.device("cuda")
+
+
+def on_gpu(name: str, dtype: torch.dtype = torch.float16) -> torch.nn.Module:
+    return make(name, dtype).to(GPU)
+
+
+def inputs(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = prompt(*lengths)
+    return ids.to(GPU), mask.to(GPU)
+
+
+@pytest.mark.parametrize("method", [PRO, "kitty", "fp16"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt-neox"])
+def test_greedy_text_with_a_graph_is_the_text_without(name: str, method: str) -> None:
+    ids, mask = inputs(5, 190, 61)
+    outputs, engines = [], []
+    for graph in (False, True):
+        model = kitty.enable(on_gpu(name), method, graph=graph)
+        outputs.append(greedy(model, ids, mask, max_new_tokens=430))
+        engines.append(model.forward._engine)
+    assert torch.equal(*outputs)
+    assert engines[0].counters["graph_replays"] == 0
+    assert "switched off" in engines[0].fallback_reason
+    assert engines[1].counters == {
+        "graph_captures": 1, "graph_replays": 428, "eager_steps": 1, "prefill_parts": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str
+)
+def test_beams_and_samples_with_a_graph_are_those_without(mode: dict) -> None:
+    ids, mask = inputs(40, 150)
+    outputs = []
+    for graph in (False, True):
+        model = kitty.enable(on_gpu("llama"), PRO, graph=graph)
+        torch.manual_seed(3)
+        outputs.append(greedy(model, ids, mask, max_new_tokens=300, **mode))
+    assert torch.equal(*outputs)
+
+
+def test_a_sequence_longer_than_announced_is_captured_anew() -> None:
+    model = kitty.enable(on_gpu("llama"), PRO)
+    ids, mask = inputs(90, 150)
+    texts, counters = [], []
+    for max_length in (200, 1200):
+        engine = DecodeEngine(model, KittyCache(PRO, max_length=max_length))
+        with torch.no_grad():
+            token = engine.prefill(ids, mask).argmax(-1, keepdim=True)
+            text = [token]
+            for _ in range(600):
+                text.append(engine.step(text[-1]).argmax(-1, keepdim=True))
+        texts.append(torch.cat(text, dim=1))
+        counters.append(engine.counters)
+    assert torch.equal(*texts)
+    assert counters[0]["graph_captures"] > 1 == counters[1]["graph_captures"]
+
+
+def test_a_second_turn_and_a_crop_go_on_with_the_same_graph() -> None:
+    ids, mask = inputs(90, 150)
+    texts = []
+    for graph in (False, True):
+        model = kitty.enable(on_gpu("llama"), PRO, rollback=16)
+        cache = KittyCache(PRO, max_length=700, rollback=16)
+        engine = DecodeEngine(model, cache, graph=graph)
+        with torch.no_grad():
+            text = [engine.prefill(ids, mask).argmax(-1, keepdim=True)]
+            for turn in range(3):
+                for _ in range(100):
+                    text.append(engine.step(text[-1]).argmax(-1, keepdim=True))
+                cache.crop(-10)
+                more = torch.full((2, 7), turn + 1, device=GPU)
+                out = engine.forward(
+                    input_ids=more,
+                    position_ids=torch.tensor(cache.real_lengths, device=GPU)[:, None]
+                    + torch.arange(7, device=GPU),
+                )
+                text.append(out.logits[:, -1].argmax(-1, keepdim=True))
+        texts.append(torch.cat(text, dim=1))
+    assert engine.counters["graph_captures"] == 1
+    assert torch.equal(*texts)
+
+
+def test_a_compiled_step_is_close_to_the_plain_one() -> None:
+    ids, mask = inputs(90, 150)
+    logits = []
+    for compiled in (False, True):
+        model = kitty.enable(on_gpu("qwen3"), PRO)
+        engine = DecodeEngine(model, KittyCache(PRO, max_length=700), compile=compiled)
+        with torch.no_grad():
+            engine.prefill(ids, mask)
+            steps = [
+                engine.step(torch.full((2, 1), t % 50, device=GPU)).float() for t in range(140)
+            ]
+        logits.append(torch.stack(steps))
+        assert engine.counters["graph_replays"] == 139
+    error = (logits[0] - logits[1]).norm() / logits[0].norm()
+    assert error < 0.02  # two roundings of fp16 activations
+
+
+def test_sliding_windows_run_without_a_graph_and_say_why() -> None:
+    model = kitty.enable(on_gpu("gemma3"), PRO)
+    ids, mask = inputs(40, 150)
+    model.generation_config.cache_implementation = None
+    greedy(model, ids, mask, max_new_tokens=5)
+    assert "sliding-window" in model.forward._engine.fallback_reason
