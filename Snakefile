@@ -4,14 +4,24 @@
 #
 # experiment   a name of configs/experiments, or the path of an experiment file (default smoke)
 # results      folder that gets a folder of the experiment's name (default results)
+# records      a folder of records, such as results/reference: nothing is measured, `tables` and `figures` are made
+#              of them, in results/redrawn
 #
 # `kitty run` starts the same with the profile in configs/profiles/default and clears stale locks.
 
 
 include: "workflows/common.smk"
-include: "workflows/accuracy.smk"
-include: "workflows/analysis.smk"
-include: "workflows/report.smk"
+
+
+if "records" in config:
+
+    include: "workflows/redraw.smk"
+
+else:
+
+    include: "workflows/accuracy.smk"
+    include: "workflows/analysis.smk"
+    include: "workflows/report.smk"
 
 
 localrules:

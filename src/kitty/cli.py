@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kitty.commands.compare import compare_records
 from kitty.commands.instances import instances_app
 from kitty.errors import KittyError
 from kitty.launcher import ERROR_MARK, TARGETS
@@ -49,6 +50,9 @@ bench_app = typer.Typer(
     epilog="Example: `kitty bench ops`",
 )
 app.add_typer(instances_app, name="instances")
+app.command("compare", epilog="Example: `kitty compare results/smoke results/reference/cpu/smoke`")(
+    compare_records
+)
 app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
 app.add_typer(job_app, name="job", hidden=True)
@@ -638,6 +642,22 @@ def job_report(
         "figures": plan.write_figures,
         "report": plan.write_report,
     }
+    if part not in parts:
+        raise KittyError(f"Part {part!r} is not known: use one of {', '.join(parts)}.")
+    parts[part]()
+
+
+@job_app.command("redraw")
+def job_redraw(
+    part: Annotated[str, typer.Argument(help="tables or figures")],
+    records: Annotated[Path, typer.Option("--records")],
+    results: Annotated[Path, typer.Option("--results")],
+) -> None:
+    """Make the tables or the figures of committed records."""
+    from kitty.redraw import Redraw
+
+    redraw = Redraw.load(records, results)
+    parts = {"tables": redraw.write_tables, "figures": redraw.write_figures}
     if part not in parts:
         raise KittyError(f"Part {part!r} is not known: use one of {', '.join(parts)}.")
     parts[part]()

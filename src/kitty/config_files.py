@@ -20,7 +20,7 @@ def load_config(kind: str, path: Path) -> Any:
     """Content of a configuration file that keeps to ``schemas/<kind>.schema.json``.
 
     Args:
-        kind: ``methods``, ``models`` or ``experiment``.
+        kind: ``methods``, ``models``, ``experiment``, ``tolerances`` or ``site``.
         path: the file.
 
     Raises:

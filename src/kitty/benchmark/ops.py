@@ -484,7 +484,7 @@ def break_even(rows: Sequence[dict[str, Any]], batch: int) -> int | None:
 def to_csv(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as CSV."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
