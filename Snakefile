@@ -6,6 +6,7 @@
 # results      folder that gets a folder of the experiment's name (default results)
 # records      a folder of records, such as results/reference: nothing is measured, `tables` and `figures` are made
 #              of them, in results/redrawn
+# document     a document with claims markers, such as ARTIFACT.md, that the target `claims` brings up to date
 #
 # `kitty run` starts the same with the profile in configs/profiles/default and clears stale locks.
 
@@ -31,6 +32,7 @@ localrules:
     tables,
     figures,
     report,
+    claims,
 
 
 rule all:
@@ -66,3 +68,8 @@ rule figures:
 rule report:
     input:
         REPORT,
+
+
+rule claims:
+    input:
+        CLAIMS,

@@ -32,6 +32,8 @@ ROOT = str(PLAN.root)
 QUALITY = PLAN.quality_records()
 ANALYSES = PLAN.analysis_records()
 TABLES = PLAN.tables()
+CLAIMS = PLAN.claims()
+REFERENCE = PLAN.reference_records()
 FIGURES = PLAN.figures()
 REPORT = PLAN.report()
 

@@ -5,6 +5,7 @@ rule make_tables:
     input:
         QUALITY,
         ANALYSES,
+        REFERENCE,
     output:
         report(
             TABLES,
@@ -44,6 +45,7 @@ rule make_report:
     input:
         QUALITY,
         ANALYSES,
+        REFERENCE,
     output:
         report(REPORT, caption="captions/report.rst", category="Report"),
     log:
@@ -55,3 +57,25 @@ rule make_report:
     shell:
         "python3 -m kitty job report report --experiment {params.experiment:q}"
         " --results {params.results:q} > {log:q} 2>&1"
+
+
+# A document of the user's own is no output: Snakemake would delete it before the job.
+if config.get("document"):
+    CLAIMS = [f"{ROOT}/logs/claims-document.done"]
+
+
+rule write_claims:
+    input:
+        PLAN.claims(),
+    output:
+        touch(f"{ROOT}/logs/claims-document.done"),
+    log:
+        f"{ROOT}/logs/claims-document.log",
+    threads: 1
+    params:
+        records=f"{ROOT}/records",
+        reference=REFERENCE,
+        document=config.get("document", ""),
+    shell:
+        "python3 -m kitty claims {params.records:q} {params.reference:q}"
+        " --write {params.document:q} > {log:q} 2>&1"

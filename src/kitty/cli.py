@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kitty.commands.claims import claims
 from kitty.commands.compare import compare_records
 from kitty.commands.instances import instances_app
 from kitty.errors import KittyError
@@ -56,6 +57,9 @@ app.command("compare", epilog="Example: `kitty compare results/smoke results/ref
 app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
 app.add_typer(job_app, name="job", hidden=True)
+app.command("claims", epilog="Examples: `kitty claims`, `kitty claims results/paper --markdown`")(
+    claims
+)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ ERROR_MARK = "kitty: error: "
 INTERRUPTED = 128 + signal.SIGINT
 MEMORY_SHARE = 0.8  # of the free memory, given to the jobs together
 GPUS_OF_A_RUN = 1  # jobs take the first GPU that they see, so two at once would share it
-TARGETS = ("all", "accuracy", "analysis", "tables", "figures", "report")
+TARGETS = ("all", "accuracy", "analysis", "tables", "figures", "report", "claims")
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,18 @@ class Plan:
 
     def tables(self) -> list[str]:
         """Paths of all tables."""
-        names = report.table_files(analysis=bool(self.experiment.analyses()))
+        names = [*report.table_files(analysis=bool(self.experiment.analyses())), *report.CLAIMS]
         return [str(self.root / "tables" / name) for name in names]
+
+    def claims(self) -> list[str]:
+        """Paths of the judged claims."""
+        return [str(self.root / "tables" / name) for name in report.CLAIMS]
+
+    def reference_records(self) -> list[str]:
+        """Committed measurements, which the claims are held against too."""
+        from kitty.report.claims import collect, reference_places
+
+        return [str(path) for path, _ in collect(reference_places())]
 
     def figures(self) -> list[str]:
         """Paths of all figures."""
@@ -167,7 +177,9 @@ class Plan:
 
     def write_tables(self) -> list[Path]:
         """Write all tables, from the experiment's records alone."""
-        return report.write_tables(self.records(), self.root / "tables")
+        records, folder = self.records(), self.root / "tables"
+        paths = report.write_tables(records, folder)
+        return [*paths, *report.write_claims(records, folder, root=self.root)]
 
     def write_figures(self) -> list[Path]:
         """Write all figures, from the experiment's records alone."""

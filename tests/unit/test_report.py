@@ -320,6 +320,10 @@ def test_the_report_is_one_file_with_every_table_figure_method_and_record(folder
         assert f"<code>{name}</code>" in text
     assert text.count('class="holds"') >= 7
     assert "3.11.2" in text
+    # claims: of these records, and of the committed measurements
+    assert '<td class="reproduced">reproduced</td>' in text
+    assert "claims that no record here tells of" in text
+    assert "results/reference/h200/ops.json" in text
 
 
 def test_a_missing_method_on_one_text_is_named(tmp_path):

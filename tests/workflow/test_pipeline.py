@@ -12,7 +12,7 @@ import pytest
 
 from kitty.paths import shipped
 from kitty.records import read_record
-from kitty.report import figure_files, table_files
+from kitty.report import CLAIMS, figure_files, table_files
 
 MODEL, PASSAGE = "smollm2-135m-instruct", "python-data-model"
 METHODS = ["fp16", "kivi-k2v2", "kitty-pro"]
@@ -32,7 +32,10 @@ def test_everything_that_an_experiment_promises_is_there(finished):
         assert 2**28 < record["peak_memory_bytes"] < 3 * 2**30
         assert len(record["model"]["sha256"]) == 64
     assert read_record(root / "records" / "analysis" / MODEL / f"{PASSAGE}.json")["analysis"]
-    assert {path.name for path in (root / "tables").iterdir()} == set(table_files(analysis=True))
+    assert {path.name for path in (root / "tables").iterdir()} == {
+        *table_files(analysis=True),
+        *CLAIMS,
+    }
     assert {path.name for path in (root / "figures").iterdir()} == set(figure_files(analysis=True))
     assert (root / "report.html").stat().st_size > 100_000
 

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kitty.report.files import figure_files, table_files
+from kitty.report.files import CLAIMS, figure_files, table_files
 
 if TYPE_CHECKING:
+    from kitty.report.claims_text import write_claims
     from kitty.report.data import Results, load_results
     from kitty.report.figures import write_figures
     from kitty.report.html import write_html
+    from kitty.report.paper_tables import paper_table_files, write_paper_tables
     from kitty.report.tables import write_tables
 
 _HOMES = {
     "Results": "data",
     "load_results": "data",
+    "paper_table_files": "paper_tables",
+    "write_claims": "claims_text",
+    "write_paper_tables": "paper_tables",
     "write_figures": "figures",
     "write_html": "html",
     "write_tables": "tables",
 }
 
 __all__ = [
+    "CLAIMS",
     "Results",
     "figure_files",
     "load_results",
+    "paper_table_files",
     "table_files",
+    "write_claims",
     "write_figures",
     "write_html",
+    "write_paper_tables",
     "write_tables",
 ]
 

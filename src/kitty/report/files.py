@@ -6,6 +6,7 @@ TABLES = ("quality", "summary", "differences", "orderings", "channels")
 TABLE_FORMATS = ("csv", "md", "tex")
 FIGURES = ("quality", "boost", "attention_error", "channels", "selection")
 FIGURE_FORMATS = ("pdf", "png")
+CLAIMS = ("claims.csv", "claims.md")
 OF_ANALYSIS = ("channels", "selection")  # made only where there are analysis records
 
 

@@ -15,15 +15,17 @@ import jinja2
 import pandas as pd
 
 from kitty.records import Record, write_atomically
+from kitty.report import paper_tables
+from kitty.report.claims import judge
+from kitty.report.claims_text import frame as claims_frame
+from kitty.report.claims_text import summary as claims_summary
+from kitty.report.claims_text import with_reference
 from kitty.report.data import Results, Source, load_results
 from kitty.report.figures import CAPTIONS, DRAWERS, render
 from kitty.report.files import OF_ANALYSIS
-from kitty.report.tables import (
-    ALL_PASSAGES,
-    BUILDERS,
-    orderings_table,
-    readable,
-)
+from kitty.report.paper import load_paper
+from kitty.report.scores import Scores
+from kitty.report.tables import ALL_PASSAGES, BUILDERS, orderings_table, readable
 
 TABLE_NOTES = {
     "summary": (
@@ -89,7 +91,8 @@ def write_html(
         description=description,
         results=results,
         headline=_headline(results),
-        sections=_sections(results),
+        sections=[*_sections(results), *_paper_sections(results.records)],
+        claims=_claims(results.records, out.parent),
         methods=[_method_row(results, name) for name in results.methods],
         environments=_environments(results.records),
         records=[_provenance(path, record, out.parent) for path, record in results.records],
@@ -143,6 +146,39 @@ def _sections(results: Results) -> list[dict[str, Any]]:
             }
         )
     return sections
+
+
+def _paper_sections(records: list[tuple[Path, Record]]) -> list[dict[str, Any]]:
+    """The paper's tables with our accuracies, where downstream tasks were measured."""
+    paper = load_paper()
+    scores = Scores(records, paper)
+    sections = []
+    for table in paper.tables.values() if scores else ():
+        shown = paper_tables.in_layout(table, paper_tables.lines_of(table, scores), paper)
+        sections.append(
+            {
+                "id": table.identifier,
+                "title": f"{table.title}: {table.caption}",
+                "image": None,
+                "caption": None,
+                "table": {"columns": list(shown.columns), "rows": shown.to_numpy().tolist()},
+                "note": paper_tables.NOTE + ".",
+            }
+        )
+    return sections
+
+
+def _claims(records: list[tuple[Path, Record]], folder: Path) -> dict[str, Any]:
+    """Every claim with its verdict; those that some record tells of come first."""
+    judgements = judge(with_reference(records))
+    frame = claims_frame(judgements, folder)
+    rows = frame.to_dict("records")
+    return {
+        "summary": claims_summary(judgements),
+        "measured": [row for row in rows if row["records"]],
+        "open": [row for row in rows if not row["records"]],
+        "conflicts": load_paper().conflicts,
+    }
 
 
 def _inline(png: bytes) -> str:

@@ -5,6 +5,7 @@ No times and no dates, fixed order of rows, fixed number of digits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -222,8 +223,12 @@ def to_csv(frame: pd.DataFrame) -> str:
 
 
 def to_markdown(frame: pd.DataFrame) -> str:
-    """The readable columns as a pipe table with aligned columns."""
-    shown = readable(frame)
+    """The readable columns as a pipe table."""
+    return pipe_table(readable(frame))
+
+
+def pipe_table(shown: pd.DataFrame) -> str:
+    """A frame of texts as a Markdown table with aligned columns."""
     cells = [list(shown.columns), *shown.to_numpy().tolist()]
     cells = [[str(cell).replace("|", "\\|").replace("*", "\\*") for cell in row] for row in cells]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(shown.columns))]
@@ -237,7 +242,11 @@ def to_markdown(frame: pd.DataFrame) -> str:
 
 def to_latex(frame: pd.DataFrame) -> str:
     """The readable columns as a booktabs tabular."""
-    shown = readable(frame)
+    return booktabs(readable(frame))
+
+
+def booktabs(shown: pd.DataFrame) -> str:
+    """A frame of texts as a LaTeX tabular."""
     lines = [" & ".join(_tex(str(cell)) for cell in row) + r" \\" for row in shown.to_numpy()]
     return "\n".join(
         [
@@ -280,7 +289,9 @@ def _short(name: str, value: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-    return _fixed(value, DIGITS) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return "" if math.isnan(value) else _fixed(value, DIGITS)  # NaN: no such number
 
 
 def _fixed(value: float, digits: int) -> str:
