@@ -327,9 +327,7 @@ def _judge_figures(claim: Claim, records: Found, paper: Paper) -> Judgement:
     verdict = verdict_of(mean, min(values), max(values), band, claim.tolerance)
     if len(values) > 1 and verdict == REPRODUCED and not all(map(band.holds, values)):
         verdict = NOT_REPRODUCED  # it holds for the mean, but not everywhere
-    text = number(mean)
-    if len(values) > 1:
-        text = f"{number(min(values))} to {number(max(values))}"
+    text = " to ".join(dict.fromkeys([number(min(values)), number(max(values))]))
     text += f" ({', '.join(dict.fromkeys(machines))})"
     unique = tuple(dict.fromkeys(paths))
     return Judgement(claim, claim.statement, claim.paper, text, _band_text(band), verdict, unique)
