@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 import decode_cases
 from decode_cases import (
+    CAPPED,
     CASES,
     CROSSING,
     RANGES,
@@ -45,7 +46,7 @@ pytestmark = [
 DEVICE = "cuda"
 
 
-@pytest.mark.parametrize("case", [*CASES, *CROSSING, *RANGES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *CROSSING, *RANGES, *CAPPED], ids=str)
 def test_attention_is_as_exact_as_plain_16_bit_arithmetic(case: DecodeCase) -> None:
     check_decode(case, DEVICE)
 

@@ -48,6 +48,8 @@ def compile_variant(variant: dict, arch: int) -> dict:
     constants, options = variant["constants"], variant["options"]
     if callable(constants):  # choices that the op makes by Triton version
         constants, options = constants(module)
+    defaults = {x.name: x.default for x in kernel.params if x.has_default}
+    constants = {**defaults, **constants}
     signature, divisible = {}, []
     for index, name in enumerate(kernel.arg_names):
         if name in constants:

@@ -48,6 +48,7 @@ class DecodeCase:
     key_range: float = 1.0
     value_range: float = 1.0
     query_range: float = 1.0
+    softcap: float | None = None
 
     @property
     def method(self) -> Method:
@@ -95,6 +96,16 @@ CASES = [
 CROSSING = [
     DecodeCase(lengths=(163, 292), num_tokens=4, heads=1),
     DecodeCase(lengths=(163, 292), num_tokens=4, heads=1, window=0, dtype=torch.bfloat16),
+]
+# caps that most logits reach, and one that bends them a little; logits of both signs
+CAPPED = [
+    DecodeCase(softcap=2.0, query_range=4.0),
+    DecodeCase(softcap=30.0, query_range=20.0, dtype=torch.bfloat16),
+    DecodeCase(softcap=1.0, lengths=(163, 292), num_tokens=4, heads=1),
+    DecodeCase(softcap=50.0, head_dim=256, heads=1, lengths=(430,)),
+    DecodeCase(softcap=0.5, lengths=(2, 33, 294), num_tokens=3, heads=1, num_splits=1),
+    DecodeCase(softcap=50.0, key_range=6e4, query_range=4e-2),
+    DecodeCase(softcap=5.0, boost_ratio=0.0, rollback=9, window=40, lengths=(441, 298)),
 ]
 RANGES = [
     DecodeCase(key_range=1e3, query_range=0.02),
@@ -186,7 +197,7 @@ class Cache:
 
     def run(self, **options: Any) -> tuple[Tensor, Tensor]:
         """The op under test: output and log-sum-exp."""
-        options = {"num_splits": self.case.num_splits, **options}
+        options = {"num_splits": self.case.num_splits, "softcap": self.case.softcap, **options}
         return decode_attention(*self.tensors, self.case.method, return_lse=True, **options)
 
     def reference(self, compute: torch.dtype, decoded: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -198,6 +209,7 @@ class Cache:
             window=case.window,
             rollback=case.rollback,
             softmax_scale=case.head_dim**-0.5,
+            softcap=case.softcap,
             compute=compute,
             decoded=decoded,
         )

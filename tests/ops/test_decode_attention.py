@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from decode_cases import (
+    CAPPED,
     CASES,
     CROSSING,
     RANGES,
@@ -41,6 +42,24 @@ def test_queries_of_a_call_see_their_own_pages(case: DecodeCase, device: str) ->
 @pytest.mark.parametrize("case", RANGES, ids=str)
 def test_no_range_of_keys_values_or_queries_overflows(case: DecodeCase, device: str) -> None:
     check_decode(case, device)
+
+
+@pytest.mark.parametrize("case", CAPPED, ids=str)
+def test_capped_logits_are_bent_as_in_fp64(case: DecodeCase, device: str) -> None:
+    check_decode(case, device)
+
+
+def test_a_cap_far_above_the_logits_changes_nothing(device: str) -> None:
+    cache = Cache(DecodeCase(lengths=(430,), heads=1), device)
+    assert relative_rms(cache.run(softcap=1e4)[0], cache.run()[0].double()) < 2.0**-8
+    assert relative_rms(cache.run(softcap=0.5)[0], cache.run()[0].double()) > 0.05
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_cap_must_be_positive(softcap: float, device: str) -> None:
+    cache = Cache(DecodeCase(lengths=(33,), heads=1), device)
+    with pytest.raises(KittyError, match=f"softcap is {softcap}, but it must be a positive"):
+        cache.run(softcap=softcap)
 
 
 def test_the_number_of_splits_does_not_matter(device: str) -> None:
@@ -103,6 +122,11 @@ def test_the_op_is_registered_with_a_fake_implementation(device: str) -> None:
     torch.library.opcheck(
         torch.ops.kitty.decode_attention.default,
         (*arguments, 32, 128, 0, 0.125, 2),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    torch.library.opcheck(
+        torch.ops.kitty.decode_attention.default,
+        (*arguments, 32, 128, 0, 0.125, 2, 30.0),
         test_utils=("test_schema", "test_faketensor"),
     )
     parts, lse = torch.randn(2, 3, 4, 16, device=device), torch.randn(2, 3, 4, device=device)
@@ -185,6 +209,9 @@ MUTATIONS = {
     "sink left out": [("sink_blocks = (num_sink + BLOCK_DENSE - 1)", "sink_blocks = 0 * num_sink")],
     "values paged too early": [("num_pages(least, VALUE_UNPAGED", "num_pages(least, KEY_UNPAGED")],
     "last plane of a page lost": [("end - i * N_PLANES, N_PLANES)", "end - i * N_PLANES, 7)")],
+    "hidden pages capped": [
+        ("b_x = capped(b_x, SOFTCAP) + b_hidden[None, :]", "b_x = capped(b_x, SOFTCAP)")
+    ],
     "old sums not rescaled": [
         ("            b_l = b_l * b_alpha[None, :]\n            b_offset", "            b_offset")
     ],
@@ -215,7 +242,7 @@ def test_a_broken_kernel_is_noticed(
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = mutated(MUTATIONS[name], tmp_path)
     monkeypatch.setattr(kitty.ops.decode_attention.kernel, "launch_decode", module.launch_decode)
-    cases = (DecodeCase(lengths=(700,), heads=1, num_splits=1), CASES[0])
+    cases = (DecodeCase(lengths=(700,), heads=1, num_splits=1), CASES[0], CAPPED[2])
     assert not all(passes(case, device) for case in cases)
 
 

@@ -1,6 +1,7 @@
 """decode_attention: attention of a few new queries over sink, packed pages and 16-bit tails."""
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ def decode_attention(
     method: Method,
     *,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -50,6 +52,8 @@ def decode_attention(
         seq_lens: int32 ``[B]``, tokens of each sequence including the call's.
         method: S, R and r; its page size and boost must be the storage's.
         softmax_scale: factor of the logits; None is 1/√D.
+        softcap: logits x become ``softcap · tanh(x / softcap)`` before the softmax (Gemma 2); None
+            leaves them. Compiled into the kernel, so a model's one value is meant.
         num_splits: parts that each sequence is cut into; None fits the GPU. Longer tables get
             more, so that a sequence may grow under a captured graph.
         return_lse: also return the log-sum-exp.
@@ -59,8 +63,10 @@ def decode_attention(
         natural logarithm. Queries before a sequence's first token (pads) give zeros and -inf.
 
     Raises:
-        KittyError: shapes or dtypes do not fit together.
+        KittyError: shapes or dtypes do not fit together, or softcap is not positive.
     """
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise KittyError(f"softcap is {softcap}, but it must be a positive number, or None.")
     layout = PageLayout.of(method, query.shape[-1])
     check_storage(layout, keys, values, key_table, value_table)
     _check_query(query, keys, seq_lens)
@@ -81,6 +87,7 @@ def decode_attention(
         method.rollback,
         query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         num_splits,
+        softcap,
     )
     return (out, lse) if return_lse else out
 
@@ -129,7 +136,8 @@ def _check_query(query: Tensor, keys: KeyPages, seq_lens: Tensor) -> None:
     schema="(Tensor query, Tensor key_words, Tensor key_high, Tensor key_meta, "
     "Tensor key_boosted, Tensor value_words, Tensor value_meta, Tensor key_table, "
     "Tensor value_table, Tensor sink_k, Tensor sink_v, Tensor key_ring, Tensor value_ring, "
-    "Tensor seq_lens, int sink, int window, int rollback, float softmax_scale, int num_splits) "
+    "Tensor seq_lens, int sink, int window, int rollback, float softmax_scale, int num_splits, "
+    "float? softcap=None) "
     "-> (Tensor, Tensor)",
 )
 def _decode_attention(
@@ -152,6 +160,7 @@ def _decode_attention(
     rollback: int,
     softmax_scale: float,
     num_splits: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     tensors = (
         query,
@@ -170,6 +179,7 @@ def _decode_attention(
             window=window,
             rollback=rollback,
             softmax_scale=softmax_scale,
+            softcap=softcap,
             compute=compute,
         )
         return out.to(query.dtype), lse.to(torch.float32)
@@ -189,12 +199,13 @@ def _decode_attention(
             rollback=rollback,
             softmax_scale=softmax_scale,
             num_splits=num_splits,
+            softcap=softcap,
         )
     return merge_states(out, lse, query.dtype) if split else (out, lse)
 
 
 @_decode_attention.register_fake
-def _decode_attention_fake(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+def _decode_attention_fake(query: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     return (
         query.new_empty(query.shape),
         query.new_empty(query.shape[:3], dtype=torch.float32),

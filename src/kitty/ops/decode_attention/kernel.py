@@ -6,6 +6,9 @@ Formula. Per query row q, with logits x_n = softmax_scale · log2(e) · q·K_n a
     boosted      x += κ · Σ_b 4 · (q_b · scale_b) · high_nb
     value page   Σ_n (2^(x-m) · scale_n) · code_nc + Σ_n 2^(x-m) · zero_n
 
+A model that caps its logits (Gemma 2) replaces x by c · tanh(x / c), c = SOFTCAP · log2(e), before
+the maximum is taken; SOFTCAP 0 leaves all of that out.
+
 Plane j of a word masked in place *is* the fp16 subnormal code · 4^j · 2^-24, which tensor cores
 multiply exactly: no conversion, one shift for the three planes that would touch the exponent.
 Products are transposed (tokens or channels are the 16 rows, queries the 8 columns), so a KV head's
@@ -213,6 +216,28 @@ def largest_logit(b_z, s0, s1, s2, s3, s4, s5, s6, s7, b_k0):
 
 
 @triton.jit
+def capped(b_x, SOFTCAP: tl.constexpr):
+    """Logits in units of log2, bent to ±SOFTCAP · log2(e); the interpreter has no tanh."""
+    if SOFTCAP > 0:
+        # 2^(2x / SOFTCAP) is e^(2x'/SOFTCAP) of the natural logit x' = x · ln 2
+        b_out = 1.0 - 2.0 / (tl.exp2(b_x * (2.0 / SOFTCAP)) + 1.0)
+        b_out = b_out * (SOFTCAP * LOG2_E)
+    else:
+        b_out = b_x
+    return b_out
+
+
+@triton.jit
+def page_weights(b_s, b_k, b_z, b_m, SOFTCAP: tl.constexpr):
+    """2^(x - m) of one plane ``[ROWS, N]``; without a cap m is in b_z already."""
+    if SOFTCAP > 0:
+        b_e = tl.exp2(capped(b_s * b_k[None, :] + b_z, SOFTCAP) - b_m[None, :])
+    else:
+        b_e = tl.exp2(b_s * b_k[None, :] + b_z)
+    return b_e
+
+
+@triton.jit
 def raised(b_m, b_new):
     """The running maximum and the factor that old sums are to be multiplied by."""
     b_next = tl.maximum(b_m, b_new)
@@ -408,6 +433,7 @@ def decode_kernel(
     VALUE_RING: tl.constexpr,
     ASM: tl.constexpr,
     MOVMATRIX: tl.constexpr,
+    SOFTCAP: tl.constexpr = 0.0,
 ):
     """Grid (B · H, splits, query tiles · value chunks); a program takes its share of the work.
 
@@ -494,7 +520,7 @@ def decode_kernel(
             o_slot = wrapped(start, o_s, tl.where(in_sink, SINK + BLOCK_DENSE, VALUE_RING))
             m_v = m_s[None, :] & (o_v < D)[:, None]
             b_v = tl.load(p_v + o_slot[None, :] * D + o_v[:, None], mask=m_v, other=0.0)
-            b_x = tl.dot(exact(b_k, ASM), exact(b_dense_qt, ASM)) * scale
+            b_x = capped(tl.dot(exact(b_k, ASM), exact(b_dense_qt, ASM)) * scale, SOFTCAP)
             visible = m_s[:, None] & (o_n[None, :] >= 0)
             if T > 1:
                 paged = tl.where(in_sink, 0, SINK + num_pages(before, KEY_UNPAGED, G) * G)
@@ -526,7 +552,11 @@ def decode_kernel(
             b_qh = tl.trans(gathered_queries(b_list, p_key_meta + i_part * (2 * D), p_row, b_norm))
             b_h = high_words(p_key_high + i_part * (ROWS * D_BOOST), o_t, o_b, D_BOOST, BLOCK_B)
         unseen = i >= num_pages(before, KEY_UNPAGED, G)
-        b_z = b_z * b_kappa[None, :] + tl.where(unseen, float("-inf"), 0.0)[None, :]
+        b_hidden = tl.where(unseen, float("-inf"), 0.0)
+        if SOFTCAP > 0:  # noqa: SIM108
+            b_z = b_z * b_kappa[None, :]
+        else:
+            b_z = b_z * b_kappa[None, :] + b_hidden[None, :]
         # queries whose value page this is too take it quantized, the others from the ring
         in_ring = tl.where(i < num_pages(before, VALUE_UNPAGED, G), 0.0, 1.0)
         first_plane = tl.maximum(begin - i * N_PLANES, 0)
@@ -536,6 +566,8 @@ def decode_kernel(
             if D_BOOST > 0:
                 b_x = tl.dot(any_plane(b_h, j, ASM), b_qh, b_x)
             b_x = b_x * b_k0[None, :] + b_z
+            if SOFTCAP > 0:
+                b_x = capped(b_x, SOFTCAP) + b_hidden[None, :]
             b_m, b_alpha = raised(b_m, tl.max(b_x, 0))
             b_e = tl.exp2(b_x - b_m[None, :])
             b_l = b_l * b_alpha[None, :] + b_e
@@ -595,7 +627,7 @@ def decode_kernel(
             i_part = tl.maximum(key_id, 0).to(tl.int64) * num_heads + i_h
             b_next = load_list(p_key_boosted + i_part * D_BOOST, o_b, D_BOOST, BLOCK_B)
         b_z = b_z * b_kappa[None, :]
-        b_top = largest_logit(b_z, s0, s1, s2, s3, s4, s5, s6, s7, b_k0)
+        b_top = capped(largest_logit(b_z, s0, s1, s2, s3, s4, s5, s6, s7, b_k0), SOFTCAP)
         p_page = p_value_meta + i_value * (2 * N_GROUPS * G)
         if FUSED:
             v0, v1, v2, v3, v4, v5, v6, v7, z0, z1, z2, z3, z4, z5, z6, z7 = value_meta(
@@ -612,15 +644,16 @@ def decode_kernel(
             b_l = b_l * b_alpha[None, :]
             b_offset = b_offset * b_alpha[None, :]
             b_acc = b_acc * b_alpha[None, :]
-        b_z -= b_m[None, :]
-        e0 = tl.exp2(s0 * b_k0[None, :] + b_z)
-        e1 = tl.exp2(s1 * (b_k0 * 0.25)[None, :] + b_z)
-        e2 = tl.exp2(s2 * (b_k0 * 0.0625)[None, :] + b_z)
-        e3 = tl.exp2(s3 * (b_k0 * 0.015625)[None, :] + b_z)
-        e4 = tl.exp2(s4 * (b_k0 * 0.00390625)[None, :] + b_z)
-        e5 = tl.exp2(s5 * b_k0[None, :] + b_z)
-        e6 = tl.exp2(s6 * (b_k0 * 0.25)[None, :] + b_z)
-        e7 = tl.exp2(s7 * (b_k0 * 0.0625)[None, :] + b_z)
+        if SOFTCAP == 0:
+            b_z -= b_m[None, :]
+        e0 = page_weights(s0, b_k0, b_z, b_m, SOFTCAP)
+        e1 = page_weights(s1, b_k0 * 0.25, b_z, b_m, SOFTCAP)
+        e2 = page_weights(s2, b_k0 * 0.0625, b_z, b_m, SOFTCAP)
+        e3 = page_weights(s3, b_k0 * 0.015625, b_z, b_m, SOFTCAP)
+        e4 = page_weights(s4, b_k0 * 0.00390625, b_z, b_m, SOFTCAP)
+        e5 = page_weights(s5, b_k0, b_z, b_m, SOFTCAP)
+        e6 = page_weights(s6, b_k0 * 0.25, b_z, b_m, SOFTCAP)
+        e7 = page_weights(s7, b_k0 * 0.0625, b_z, b_m, SOFTCAP)
         b_l += e0 + e1 + e2 + e3 + e4 + e5 + e6 + e7
         b_offset += weighted_zeros(e0, e1, e2, e3, e4, e5, e6, e7, z0, z1, z2, z3, z4, z5, z6, z7)
         p0 = scaled_weights(e0, v0, P_GAIN, MOVMATRIX)
@@ -698,6 +731,7 @@ def launch_decode(
     rollback: int,
     softmax_scale: float,
     num_splits: int,
+    softcap: float | None = None,
     **options: int,
 ) -> object:
     """Launch the kernel; ``out`` ``[B, Hq, T, S, D]`` and ``lse`` ``[B, Hq, T, S]`` take splits.
@@ -747,6 +781,7 @@ def launch_decode(
         VALUE_UNPAGED=sink + window + rollback,
         KEY_RING=buffers.key_ring.shape[2],
         VALUE_RING=buffers.value_ring.shape[2],
+        SOFTCAP=softcap or 0.0,
         **{
             "ASM": query.is_cuda,
             "MOVMATRIX": query.is_cuda and MOVMATRIX_HOLDS,

@@ -26,6 +26,7 @@ def decode_attention_reference(
     window: int,
     rollback: int,
     softmax_scale: float,
+    softcap: float | None = None,
     compute: torch.dtype = torch.float32,
     decoded: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -43,25 +44,35 @@ def decode_attention_reference(
     out = query.new_zeros(query.shape, dtype=compute)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=compute)
     for b, length in enumerate(seq_lens.tolist()):
+        # the last query sees the most pages; earlier ones see the first of them
+        k_paged = v_paged = None
+        if (count := max(0, length - 1 - sink - rollback) // size) > 0:
+            table = key_table[b : b + 1, :count]
+            index = boost_index(keys.boosted[table.long()], head_dim)
+            dtype = decoded or buffers.sink_k.dtype
+            k_paged = dequantize_keys_reference(keys, index, table, dtype)[0]
+        if (count := max(0, length - 1 - sink - window - rollback) // size) > 0:
+            table = value_table[b : b + 1, :count]
+            dtype = decoded or buffers.sink_v.dtype
+            v_paged = dequantize_values_reference(values, table, dtype)[0]
         for t in range(num_tokens):
             before = length - num_tokens + t
             if before < 0:
                 continue
-            key_pages = max(0, before - sink - rollback) // size
-            value_pages = max(0, before - sink - window - rollback) // size
-            k = _sequence(b, before, key_pages * size, sink, buffers.sink_k, buffers.key_ring)
-            v = _sequence(b, before, value_pages * size, sink, buffers.sink_v, buffers.value_ring)
-            if key_pages:
-                table = key_table[b : b + 1, :key_pages]
-                index = boost_index(keys.boosted[table.long()], head_dim)
-                k.insert(1, dequantize_keys_reference(keys, index, table, decoded or k[0].dtype)[0])
-            if value_pages:
-                table = value_table[b : b + 1, :value_pages]
-                v.insert(1, dequantize_values_reference(values, table, decoded or v[0].dtype)[0])
+            key_paged = max(0, before - sink - rollback) // size * size
+            value_paged = max(0, before - sink - window - rollback) // size * size
+            k = _sequence(b, before, key_paged, sink, buffers.sink_k, buffers.key_ring)
+            v = _sequence(b, before, value_paged, sink, buffers.sink_v, buffers.value_ring)
+            if k_paged is not None:
+                k.insert(1, k_paged[:, :key_paged])
+            if v_paged is not None:
+                v.insert(1, v_paged[:, :value_paged])
             q = query[b, :, t].to(compute).view(heads, -1, head_dim) * softmax_scale
             k_all = torch.cat([part.to(compute) for part in k], dim=1)  # [H, n, D]
             v_all = torch.cat([part.to(compute) for part in v], dim=1)
             logits = q @ k_all.transpose(-1, -2)  # [H, queries per KV head, n]
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
             out[b, :, t] = (torch.softmax(logits, -1) @ v_all).flatten(0, 1)
             lse[b, :, t] = torch.logsumexp(logits, -1).flatten()
     return out, lse
