@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kitty import KittyError, Method, get_method
 from kitty.cache import SimulatedLayer
+from kitty.cache.attend import attend
 from kitty.quant import dequantize_keys, dequantize_values, quantize_keys, quantize_values
 
 SMALL = get_method("kitty-pro", sink=3, window=6, page_size=4)
@@ -343,3 +344,13 @@ def test_the_cache_counts_the_quantized_pages_it_reads() -> None:
     assert (layer.key_pages, layer.value_pages) == ([2], [0])
     run(layer, tokens(1), [0])
     assert layer.pages_read == 2
+
+
+def test_capped_attention_over_many_queries_equals_that_of_a_few_at_a_time(monkeypatch) -> None:
+    q, k, v = tokens(50)
+    visible = torch.rand(1, 50, 50, generator=torch.Generator().manual_seed(0)) < 0.5
+    whole = [attend(q, k, v, mask, scale=1.0, softcap=1.5) for mask in (None, visible)]
+    monkeypatch.setattr("kitty.cache.attend.CAPPED_ROWS", 8)
+    for mask, right in zip((None, visible), whole, strict=True):
+        split = attend(q, k, v, mask, scale=1.0, softcap=1.5)
+        torch.testing.assert_close(split, right, rtol=1e-12, atol=1e-12)

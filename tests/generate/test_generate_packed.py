@@ -208,9 +208,22 @@ def test_an_exhausted_pool_says_how_many_bytes_are_missing() -> None:
         model(prompt(400)[0], past_key_values=cache)
 
 
-def test_soft_capping_is_refused_in_one_sentence() -> None:
-    config = copy.deepcopy(CONFIGS["gemma2"])
-    config.attn_logit_softcapping = 30.0
-    model = kitty.enable(make("gemma2", config=config), PRO, cache="packed")
-    with pytest.raises(KittyError, match="caps its attention logits"):
-        greedy(model, prompt(20)[0])
+def test_capped_attention_logits_are_capped_in_prefill_and_decoding() -> None:
+    ids, mask = prompt(60, 190)
+    logits = {}
+    for softcap in (1.0, None):
+        config = copy.deepcopy(CONFIGS["gemma2"])
+        config.attn_logit_softcapping = softcap
+        model = kitty.enable(make("gemma2", torch.float32, config), PRO)
+        for kind in (KittyCache, SimulatedCache):
+            cache = kind(PRO)
+            with torch.no_grad():
+                first = model(ids[:, :170], attention_mask=mask[:, :170], past_key_values=cache)
+                later = model(ids[:, 170:], attention_mask=mask, past_key_values=cache)
+            assert cache.quantized_pages_read > 0
+            logits[softcap, kind] = torch.cat([first.logits[1:], later.logits[1:]], dim=1)
+    for softcap in (1.0, None):
+        packed, simulated = (logits[softcap, kind] for kind in (KittyCache, SimulatedCache))
+        torch.testing.assert_close(packed, simulated, rtol=1e-3, atol=1e-3)
+    gap = logits[1.0, KittyCache] - logits[None, KittyCache]
+    assert gap.abs().amax(dim=(0, 2)).gt(0.05)[5:].all()

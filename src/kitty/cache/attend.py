@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+CAPPED_ROWS = 512  # queries at a time where logits are formed, so that they stay small
+
 
 def attend(
     query: Tensor,
@@ -40,6 +42,13 @@ def attend(
     groups = num_heads // keys.shape[1]
     if mask is None:
         mask = torch.ones(1, length, length, dtype=torch.bool, device=query.device).tril()
+    if softcap is not None and length > CAPPED_ROWS:
+        rows = [slice(i, i + CAPPED_ROWS) for i in range(0, length, CAPPED_ROWS)]
+        calls = (
+            attend(query[:, :, r], keys, values, mask[:, r], scale=scale, softcap=softcap)
+            for r in rows
+        )
+        return torch.cat(list(calls), dim=2)
     empty = ~mask.any(dim=-1, keepdim=True)  # [B, T, 1]: pads, whose row would give NaN
     folded = query.reshape(batch, keys.shape[1], groups * length, dim)
     # torch < 2.5 yields NaN for a row without a key, so such a row sees all and is zeroed below

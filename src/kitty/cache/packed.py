@@ -15,6 +15,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 
+from kitty.cache.attend import attend
 from kitty.cache.calls import gather_tokens, page_cuts
 from kitty.cache.pool import PagedLayer, PagePool
 from kitty.errors import KittyError
@@ -402,11 +403,6 @@ class PackedLayer:
         """
         call = self.state.call
         assert call is not None
-        if softcap is not None:
-            raise KittyError(
-                "This model caps its attention logits, which the packed kernels do not: use the "
-                "simulated cache."
-            )
         self._begin(keys)
         if call.order is not None:
             query, keys, values = (gather_tokens(x, call.order) for x in (query, keys, values))
@@ -415,12 +411,12 @@ class PackedLayer:
             q, k, v = (_align(x, part, call) for x in (query, keys, values))
             self._append(k, v, part)
             if call.dense:
-                out = _dense_prefill(q, k, v, call.counts, scale)
+                out = _dense_prefill(q, k, v, call.counts, scale, softcap)
                 self._quantize(k, v, part)
             elif call.simple:
-                out = self._decode(q, part, scale)
+                out = self._decode(q, part, scale, softcap)
             else:
-                _scatter(out, self._decode(q, part, scale), part, call)
+                _scatter(out, self._decode(q, part, scale, softcap), part, call)
         return out if call.order is None else gather_tokens(out, call.order.argsort(dim=1))
 
     def content(self, sequence: int) -> tuple[Tensor, Tensor]:
@@ -508,10 +504,10 @@ class PackedLayer:
         seq_lens = part.lengths_on(k.device)[0]
         quantize_pages(k, v, *self._storage(), seq_lens, self.state.method, layer=self.layer)
 
-    def _decode(self, q: Tensor, part: Part, scale: float) -> Tensor:
+    def _decode(self, q: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
         out = decode_attention(
             q, *self._storage(), self._row_buffers(), part.lengths_on(q.device)[0],
-            self.state.method, softmax_scale=scale,
+            self.state.method, softmax_scale=scale, softcap=softcap,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
@@ -544,11 +540,15 @@ def _scatter(out: Tensor, result: Tensor, part: Part, call: Call) -> None:
         out[b, :, place : place + new] = result[b, :, result.shape[2] - new :]
 
 
-def _dense_prefill(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float) -> Tensor:
+def _dense_prefill(
+    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float, softcap: float | None
+) -> Tensor:
     """Causal 16-bit attention of a first call whose real tokens stand last in each row."""
     groups = q.shape[1] // k.shape[1]
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if softcap is not None:
+            return attend(q, k, v, None, scale=scale, softcap=softcap)
         if groups == 1:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         if q.is_cuda and TORCH_GROUPS_HEADS:  # no repeated keys and values in memory
