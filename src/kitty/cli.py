@@ -126,7 +126,7 @@ BoostOption = Annotated[
 ]
 SelectionOption = Annotated[
     str | None,
-    typer.Option("--selection", help="How they are chosen: magnitude, random or variance."),
+    typer.Option("--selection", help="How they are chosen: magnitude, random, variance or rotary."),
 ]
 KeyBitsOption = Annotated[int | None, typer.Option("--key-bits", help="Of keys: 1 to 8, or 16.")]
 ValueBitsOption = Annotated[

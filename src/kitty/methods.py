@@ -15,7 +15,7 @@ from kitty.config_files import load_config
 from kitty.errors import KittyError
 from kitty.paths import configs_dir
 
-SELECTIONS = ("magnitude", "random", "variance")
+SELECTIONS = ("magnitude", "random", "variance", "rotary")
 UNQUANTIZED_BITS = 16
 SEEDS = 1 << 32  # the hash of the random selection takes 32 bits
 PACKED_BITS = 2
@@ -33,7 +33,7 @@ class Method:
         key_bits, value_bits: bits per element of a full page, 1 to 8, or 16 for no quantization.
         boost_ratio: share of each page's key channels stored with ``boost_bits``, 0 to 1.
         boost_bits: bits of the boosted channels.
-        selection: rule that chooses them: ``magnitude``, ``random`` or ``variance``.
+        selection: rule that chooses them: ``magnitude``, ``random``, ``variance`` or ``rotary``.
         sink: leading tokens kept in 16 bit (S).
         window: local window, most recent values kept in 16 bit besides the q-buffer (R).
         page_size: tokens of one page (G).
@@ -141,6 +141,8 @@ class Method:
             return f"keys have {self.key_bits} bits"
         elif self.boost_ratio > 0 and self.boost_bits != PACKED_BOOST_BITS:
             return f"boosted channels have {self.boost_bits} bits"
+        if self.selection == "rotary" and 0 < self.boost_ratio < 1:
+            return "its kernels do not choose channels by rotary pair"
         if self.page_size % PACKED_PAGE_MULTIPLE:
             return f"page_size {self.page_size} is no multiple of {PACKED_PAGE_MULTIPLE}"
         return None

@@ -46,7 +46,7 @@ def test_the_smoke_experiment_measures_what_its_claims_need():
 
 def test_the_ablation_has_every_step_of_the_boost_sweep_and_the_frontier_below_two_bits():
     ablation = load_experiment("ablation")
-    for selection in ("magnitude", "random", "variance"):
+    for selection in ("magnitude", "random", "variance", "rotary"):
         steps = {
             method.boost_ratio
             for method in ablation.methods

@@ -27,7 +27,7 @@ def test_named_methods_have_the_bits_and_sinks_of_the_paper() -> None:
 def test_the_sweep_holds_every_eighth_for_every_selection() -> None:
     methods = load_methods()
     for percent in ("0", "12.5", "25", "37.5", "50", "62.5", "75", "87.5", "100"):
-        for selection in ("magnitude", "random", "variance"):
+        for selection in ("magnitude", "random", "variance", "rotary"):
             method = methods[f"kitty-{percent}-{selection}"]
             assert method.boost_ratio == float(percent) / 100
             assert method.selection == selection
@@ -82,6 +82,7 @@ def test_effective_bits_are_those_of_the_format() -> None:
         ("fp16", False),
         ("kivi-k4v4", False),
         ("kivi-k2v4-sink", False),
+        ("kitty-plus", False),
         ("k1v2-sink", False),
     ],
 )

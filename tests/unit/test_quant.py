@@ -255,6 +255,40 @@ def test_variance_boosts_the_channels_that_vary_even_where_others_are_larger() -
     assert channel_scores(keys, "variance")[0, 0, 0, 1] == 4.0
 
 
+def test_rotary_boosts_channels_of_wide_range_in_large_pairs() -> None:
+    method = get_method("kitty", page_size=8, boost_ratio=0.25, selection="rotary")
+    # pairs (0, 2) and (1, 3); ranges 4, 4, 6, 2, magnitudes 16, 16, 24, 8 over 8 tokens
+    keys = keys_of(2.0, 2.0, 3.0, 1.0)
+    keys[..., 3] += 10.0  # far from 0 but of range 2: magnitude 80
+    scores = channel_scores(keys, "rotary")[0, 0, 0]
+    assert scores.tolist() == [4 * (16 + 24), 4 * (16 + 80), 6 * (16 + 24), 2 * (16 + 80)]
+    assert select_channels(keys, method, layer=0).tolist() == [[[[1]]]]
+    assert select_channels(keys, method.replace(selection="magnitude"), layer=0).tolist() == [
+        [[[3]]]
+    ]
+
+
+def test_rotary_scores_leave_out_what_is_not_finite_and_constants_score_nothing() -> None:
+    keys = keys_of(2.0, 2.0, 3.0, 0.0)
+    clean = channel_scores(keys, "rotary")[0, 0, 0]
+    assert clean[3] == 0.0
+    keys[..., 0, 1], keys[..., 1, 1] = torch.inf, torch.nan
+    scores = channel_scores(keys, "rotary")[0, 0, 0]
+    assert scores.tolist() == [clean[0], 4 * 12, clean[2], 0.0]
+    keys[..., 1] = torch.nan
+    assert channel_scores(keys, "rotary")[0, 0, 0].tolist() == [clean[0], 0.0, clean[2], 0.0]
+
+
+def test_rotary_scores_are_rounded_once_from_exact_sums() -> None:
+    keys = torch.randn(1, 1, 1, 128, 6) * torch.tensor([1.0, 8e3, 1e-5, 20.0, 1e-3, 7.0])
+    scores = channel_scores(keys, "rotary")[0, 0, 0].tolist()
+    half = [[Fraction(v) for v in keys[0, 0, 0, :, c].half().tolist()] for c in range(6)]
+    sums = [sum(map(abs, column)) for column in half]
+    for c, score in enumerate(scores):
+        exact = (max(half[c]) - min(half[c])) * (sums[c] + sums[(c + 3) % 6])
+        assert score == float(exact)
+
+
 def test_ties_go_to_the_lower_channel() -> None:
     method = get_method("kitty", page_size=8, boost_ratio=0.5)
     chosen = select_channels(keys_of(2.0, 1.0, 2.0, 2.0, 1.0, 2.0), method, layer=0)

@@ -22,7 +22,8 @@ def channel_scores(
     Args:
         keys: ``[B, H, P, G, D]``, any floating dtype; NaN and inf count as 0.
         selection: ``magnitude`` (sum of |fp16(x)| over the page, exact), ``variance`` (over the
-            page, fp64), or ``random`` (a counter-based hash; no generator state).
+            page, fp64), ``random`` (a counter-based hash; no generator state), or ``rotary``
+            (the channel's range times the magnitudes of both channels of its rotary pair).
         seed, layer: enter the random selection.
         first_page: absolute number of page 0, an int or int64 ``[B]``; enters the random one.
 
@@ -39,10 +40,31 @@ def channel_scores(
             .expand(batch, heads, pages, head_dim)
         )
     h = torch.where(torch.isfinite(keys), to_fp16(keys), 0.0).double()
-    if selection == "magnitude":
-        # multiples of 2^-24 below 2^16: fp64 adds up to 2^13 of them without rounding
-        return h.abs().sum(dim=-2)
-    return h.var(dim=-2, unbiased=False)
+    if selection == "variance":
+        return h.var(dim=-2, unbiased=False)
+    # multiples of 2^-24 below 2^16: fp64 adds up to 2^13 of them without rounding
+    magnitude = h.abs().sum(dim=-2)
+    return magnitude if selection == "magnitude" else _rotary(keys, h, magnitude)
+
+
+def _rotary(keys: Tensor, h: Tensor, magnitude: Tensor) -> Tensor:
+    """Range of each channel times the summed magnitude of its rotary pair, rounded once.
+
+    The range sets the step of a channel's codes and so its error. How much that error moves the
+    scores depends on the queries, which are not at hand: the rotation turns both channels of a
+    pair (c and c ± D/2) into each other, so a pair that is large in the keys matters as a whole.
+
+    Args:
+        keys: ``[B, H, P, G, D]``.
+        h: the same, rounded, fp64, 0 where not finite.
+        magnitude: ``[B, H, P, D]``.
+    """
+    finite = torch.isfinite(keys)
+    low = torch.where(finite, h, torch.inf).amin(dim=-2)
+    high = torch.where(finite, h, -torch.inf).amax(dim=-2)
+    reach = torch.where(low > high, 0.0, high - low)
+    mate = magnitude.roll(-(keys.shape[-1] // 2), dims=-1)
+    return reach * (magnitude + mate)
 
 
 def select_channels(

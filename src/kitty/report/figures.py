@@ -33,7 +33,8 @@ from kitty.report.files import figure_files
 
 PNG_DPI = 200
 TEXT_WIDTH = 7.2  # inches
-SELECTIONS = ("magnitude", "variance", "random")
+SELECTIONS = ("magnitude", "rotary", "variance", "random")
+LINES = ("-", "-.", "--", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK = "0.15"
 
@@ -148,14 +149,17 @@ def _family(method: Method) -> str:
 
 
 def _boost_label(selection: str) -> str:
+    if selection == "rotary":
+        return "boost by rotary pair"
     return "boost at random" if selection == "random" else f"boost by {selection}"
 
 
 def _family_colors() -> dict[str, Any]:
-    blue, orange, green = _colors()[:3]
+    blue, orange, green, red = _colors()[:4]
     return {
         "no boost": "0.4",
         "boost by magnitude": blue,
+        "boost by rotary pair": red,
         "boost by variance": green,
         "boost at random": orange,
     }
@@ -331,7 +335,7 @@ def _draw_sweep(axes: Any, results: Results, model: str, sweep: Sweep, metric: s
             ms=4.2,
             lw=1.4,
             elinewidth=0.9,
-            ls=("-", "--", ":")[SELECTIONS.index(selection)],
+            ls=LINES[SELECTIONS.index(selection)],
             label=selection,
             zorder=3 - 0.1 * index,
         )
