@@ -1,5 +1,8 @@
 """The engine under generate(): prompt parts, preallocated pages, 16-bit cache, steps by hand."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tiny_models import greedy, make, prompt
@@ -152,3 +155,19 @@ def test_bytes_equal_the_tensors_of_a_preallocated_cache() -> None:
     for layer in state.layers:
         reached.extend(layer.buffers)
     assert tensor_bytes(reached) == cache.bytes_held().total
+
+
+def test_a_cache_is_freed_with_its_last_use_without_the_garbage_collector() -> None:
+    model = kitty.enable(make("llama", torch.float32), PRO)
+    gc.collect()
+    gc.disable()
+    try:
+        cache = KittyCache(PRO, max_length=300)
+        with torch.no_grad():
+            model(prompt(200)[0], past_key_values=cache)
+            model(prompt(1)[0], past_key_values=cache)
+        gone = weakref.ref(cache.state), weakref.ref(cache.layers[0].buffers.sink_k)
+        del cache
+        assert [x() for x in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -37,8 +37,9 @@ def test_greedy_text_with_a_graph_is_the_text_without(name: str, method: str) ->
     outputs, engines = [], []
     for graph in (False, True):
         model = kitty.enable(on_gpu(name), method, graph=graph)
-        outputs.append(greedy(model, ids, mask, max_new_tokens=430))
-        engines.append(model.forward._engine)
+        cache = KittyCache(method, max_length=640)  # kept, so that its engine is
+        outputs.append(greedy(model, ids, mask, max_new_tokens=430, past_key_values=cache))
+        engines.append(model.forward.engine(cache))
     assert torch.equal(*outputs)
     assert engines[0].counters["graph_replays"] == 0
     assert "switched off" in engines[0].fallback_reason
@@ -123,5 +124,6 @@ def test_sliding_windows_run_without_a_graph_and_say_why() -> None:
     model = kitty.enable(on_gpu("gemma3"), PRO)
     ids, mask = inputs(40, 150)
     model.generation_config.cache_implementation = None
-    greedy(model, ids, mask, max_new_tokens=5)
-    assert "sliding-window" in model.forward._engine.fallback_reason
+    cache = KittyCache(PRO, max_length=200)
+    greedy(model, ids, mask, max_new_tokens=5, past_key_values=cache)
+    assert "sliding-window" in model.forward.engine(cache).fallback_reason

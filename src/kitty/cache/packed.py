@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -365,10 +366,18 @@ class PackedLayer:
     """One attention layer of a :class:`PackedState`."""
 
     def __init__(self, state: PackedState, layer: int) -> None:
-        self.state = state
+        # weak, as the state knows its layers: a cycle would keep their memory after the last use
+        self._state = weakref.ref(state)
         self.layer = layer
         self.buffers: Buffers | None = None
         self._index = -1
+
+    @property
+    def state(self) -> PackedState:
+        """What all layers share; the cache keeps it."""
+        state = self._state()
+        assert state is not None
+        return state
 
     @property
     def lengths(self) -> list[int]:

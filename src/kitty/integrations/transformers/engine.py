@@ -6,6 +6,7 @@ Both are exact. What cannot be captured runs as usual, and the reason is logged 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +67,8 @@ class DecodeEngine:
                 f"prefill_tokens is {prefill_tokens}, but a part has at least one token: leave it "
                 "out, or give a larger number."
             )
-        self.cache = cache
+        self._owned: KittyCache | None = cache
+        self._cache = weakref.ref(cache)
         self.prefill_tokens = prefill_tokens
         self.counters: Counter[str] = Counter(
             graph_captures=0, graph_replays=0, eager_steps=0, prefill_parts=0
@@ -81,6 +83,17 @@ class DecodeEngine:
         self._slides = _slides(model)
         self._obstacle = None if graph else "graphs are switched off"
         self._captured: _CapturedStep | None = None
+
+    @property
+    def cache(self) -> KittyCache:
+        """The cache that the engine runs over."""
+        cache = self._cache()
+        assert cache is not None
+        return cache
+
+    def disown(self) -> None:
+        """Let the cache be freed by its last user, who is another one."""
+        self._owned = None
 
     def prefill(
         self,
@@ -192,23 +205,28 @@ class DecodeEngine:
             self._captured = None
             return self._first_step(tokens, positions, column, counted=True)
         self.counters["graph_replays"] += 1
-        return captured.replay(tokens, positions, column)
+        captured.enter(tokens, positions, column)
+        out = captured.replay()
+        out["past_key_values"] = self.cache
+        return out
 
     def _first_step(
         self, tokens: Tensor, positions: Tensor, column: Tensor, *, counted: bool = False
     ) -> Any:
         """Run a step as usual, which compiles what it needs, then capture it for the next ones."""
         self._captured = None
-        captured = _CapturedStep(self._step_forward, self.cache, tokens.shape[0], tokens.device)
+        captured = _CapturedStep(self._step_forward, tokens.shape[0], tokens.device)
         captured.enter(tokens, positions, column)
         self.counters["eager_steps"] += 1
         if not counted:
             self.cache.count_step()
         with stepping(self._model, self.cache):
             out = captured.run()
+        out["past_key_values"] = self.cache
         try:
             with stepping(self._model, self.cache):
                 captured.capture()
+            captured.addresses = self.cache.state.addresses()
         except RuntimeError as error:
             torch.cuda.synchronize(tokens.device)
             self._obstacle = f"the model's step cannot be captured ({_first_line(error)})"
@@ -242,11 +260,8 @@ class DecodeEngine:
 class _CapturedStep:
     """One decode step as a CUDA graph with its input and output tensors."""
 
-    def __init__(
-        self, forward: Callable[..., Any], cache: KittyCache, batch: int, device: torch.device
-    ) -> None:
-        self.addresses: tuple[int, ...] = ()
-        self._cache = cache
+    def __init__(self, forward: Callable[..., Any], batch: int, device: torch.device) -> None:
+        self.addresses: tuple[int, ...] = ()  # of the cache's memory that the graph reads
         self._forward = forward
         self._tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self._positions = torch.zeros_like(self._tokens)
@@ -263,7 +278,7 @@ class _CapturedStep:
 
     def run(self) -> Any:
         """The model's forward pass on the inputs; the cache has counted the step."""
-        out = self._forward(
+        return self._forward(
             input_ids=self._tokens,
             attention_mask=None,
             position_ids=self._positions,
@@ -272,18 +287,14 @@ class _CapturedStep:
             use_cache=True,
             logits_to_keep=1,
         )
-        out["past_key_values"] = self._cache
-        return out
 
     def capture(self) -> None:
         """Record the step; nothing is executed."""
         with torch.cuda.graph(self._graph):
             self._out = self.run()
-        self.addresses = self._cache.state.addresses()
 
-    def replay(self, tokens: Tensor, positions: Tensor, column: Tensor) -> Any:
+    def replay(self) -> Any:
         """Run the recorded step; the result is the caller's to keep."""
-        self.enter(tokens, positions, column)
         self._graph.replay()
         out = type(self._out)(**self._out)
         out.logits = self._out.logits.clone()
@@ -301,6 +312,7 @@ class Forward:
         self.options = options
         self.before = model.__dict__.get("forward")  # accelerate's, if its hooks are there
         self._engine: DecodeEngine | None = None
+        self._served: Callable[[], KittyCache | None] = _none
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -313,10 +325,17 @@ class Forward:
 
     def engine(self, cache: KittyCache) -> DecodeEngine:
         """The engine of a cache; the latest one is kept, with its captured step."""
-        if self._engine is None or self._engine.cache is not cache:
+        if self._engine is None or self._served() is not cache:
             self._engine = None  # its graph's memory goes before a new one is captured
             self._engine = DecodeEngine(self.model, cache, **self.options)
+            self._engine.disown()
+            self._served = weakref.ref(cache, self._forget)
         return self._engine
+
+    def _forget(self, served: Any) -> None:
+        """Free the engine, and its graph, of a cache that is gone."""
+        if self._served is served:
+            self._engine = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
@@ -328,7 +347,12 @@ class Forward:
         return self.engine(cache).forward(**kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None}  # graphs are neither copied nor saved
+        # graphs are neither copied nor saved
+        return {**self.__dict__, "_engine": None, "_served": _none}
+
+
+def _none() -> None:
+    return None
 
 
 def _to_device(numbers: list[int], device: torch.device) -> Tensor:
