@@ -9,6 +9,7 @@
 #   PIP_ARGS    further arguments of every pip command
 #   CORES       cores that an experiment may use (all)
 #   RESULTS     folder of the results (results)
+#   IMAGE_DIR   folder of the container image, with a slash at its end (here)
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -22,6 +23,7 @@ TORCH_ARGS ?=
 PIP_ARGS ?=
 CORES ?= all
 RESULTS ?= results
+IMAGE_DIR ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
@@ -66,6 +68,18 @@ test-slow: $(STAMP) ## Run the tests that take minutes each
 test-gpu: $(STAMP) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
+.PHONY: image-cpu image-cuda
+image-cpu image-cuda: image-%: ## Build kitty-cpu.sif or kitty-cuda.sif, the container image (needs Apptainer alone)
+	containers/build.sh $* $(IMAGE_DIR)kitty-$*.sif
+
+.PHONY: image-test
+image-test: ## Run the image's own tests
+	apptainer test $(IMAGE_DIR)kitty-cpu.sif
+
+.PHONY: test-container
+test-container: $(STAMP) ## Build the cpu image and run the tests inside it and around it
+	$(BIN)/python -m pytest -m container $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(STAMP) ## Check style, types and the workflow
 	$(BIN)/ruff check .
@@ -81,10 +95,10 @@ format: $(STAMP) ## Rewrite the code in the project's style
 	$(BIN)/snakefmt Snakefile workflows
 
 .PHONY: lock
-lock: ## Pin the dependencies anew in requirements/lock.txt (LOCK_ARGS=--upgrade for newer versions)
+lock: ## Pin the dependencies anew, in requirements (LOCK_ARGS=--upgrade for newer versions)
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) uv==$(UV)
-	build/lock/bin/python requirements/lock.py --torch $(TORCH) $(LOCK_ARGS)
+	build/lock/bin/python requirements/lock.py --torch $(TORCH) --triton $(TRITON) $(LOCK_ARGS)
 
 .PHONY: wheel
 wheel: $(STAMP) ## Build the wheel in dist/
