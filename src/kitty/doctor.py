@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from kitty.driver import examine_driver
 from kitty.environment import cpu_name, environment, free_memory_bytes, package_version, revision
 from kitty.models import cache_dir, embedded_folder, find_model, known_models
 
@@ -49,7 +50,7 @@ def _machine(found: dict[str, Any]) -> dict[str, Any]:
         "free disk here": _free_disk(Path.cwd()),
         "free disk of the cache": _free_disk(cache_dir()),
         "CUDA of torch": found["cuda"] or "none (CPU build)",
-        "GPU": found["gpu"] or "none",
+        "GPU": found["gpu"] or examine_driver().problem or "none",
     }
     if found["gpu"]:
         machine["GPUs"] = found["gpu_count"]

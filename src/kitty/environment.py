@@ -95,13 +95,18 @@ def _driver_version() -> str | None:
 
 
 def revision() -> str:
-    """Git commit of a checkout (``+dirty`` with uncommitted changes), else the package version."""
+    """Git commit of the code (``+dirty`` with uncommitted changes), else the package version.
+
+    A copy without git, as the container image holds it, has its commit in a file REVISION.
+    """
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists() and (root / "pyproject.toml").exists():
         commit = _git(root, "rev-parse", "HEAD")
         if commit:
             changed = _git(root, "status", "--porcelain", "--untracked-files=no")
             return commit + ("+dirty" if changed else "")
+    if (noted := root / "REVISION").is_file() and (commit := noted.read_text().strip()):
+        return commit
     return f"kitty {package_version('kitty') or 'unknown'}"
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitty.config_files import load_config
+from kitty.driver import examine_driver
 from kitty.errors import KittyError
 from kitty.paths import configs_dir
 
@@ -221,10 +222,13 @@ def check_device(device: str) -> None:
 
     gpus = torch.cuda.device_count()
     if gpus == 0:
-        raise KittyError(
-            f"Device {device!r} cannot be used, as torch {torch.__version__} finds no CUDA GPU: "
-            "use cpu, or install a CUDA build of torch and the driver."
-        )
+        if torch.version.cuda is None:
+            raise KittyError(
+                f"Device {device!r} cannot be used, as torch {torch.__version__} is built without "
+                "CUDA: use cpu, or install a CUDA build of torch."
+            )
+        reason = examine_driver().problem or f"torch {torch.__version__} finds no GPU"
+        raise KittyError(f"Device {device!r} cannot be used: {reason} Or use --device cpu.")
     if int(device.partition(":")[2] or 0) >= gpus:
         raise KittyError(
             f"Device {device!r} is not there, as this machine has {gpus} CUDA GPUs: use cuda:0 to "
@@ -392,10 +396,17 @@ def file_hash(path: Path) -> str:
 
 
 def embedded_folder(spec: ModelSpec) -> Path:
-    """The cache folder of a converted embedded model, whether it exists yet or not."""
+    """Folder of a converted embedded model, whether it exists yet or not.
+
+    A folder that $KITTY_MODELS holds comes before the cache's; it is only read.
+    """
     assert spec.embedded is not None
-    version = f"{spec.embedded['member_sha256'][:12]}-{CONVERSION}"
-    return cache_dir() / "models" / f"{spec.name}-{version}"
+    name = f"{spec.name}-{spec.embedded['member_sha256'][:12]}-{CONVERSION}"
+    if prepared := os.environ.get("KITTY_MODELS"):
+        folder = Path(prepared).expanduser().absolute() / name
+        if (folder / MANIFEST).is_file():
+            return folder
+    return cache_dir() / "models" / name
 
 
 def obtain_embedded(spec: ModelSpec | str, *, repair: bool = False) -> Path:
@@ -417,6 +428,9 @@ def obtain_embedded(spec: ModelSpec | str, *, repair: bool = False) -> Path:
         raise KittyError(f"Model {spec.name!r} is not embedded in a package: nothing to obtain.")
     folder = embedded_folder(spec)
     if (folder / MANIFEST).is_file() and not repair:
+        return folder
+    if folder.parent != cache_dir() / "models":  # prepared by somebody else: nothing to mend here
+        check_folder(folder)
         return folder
     with _cache_lock(folder):
         if (folder / MANIFEST).is_file() and not (repair and _damaged_file(folder)):

@@ -161,7 +161,11 @@ def test_an_unknown_device_is_refused_before_the_model_is_looked_for(device):
 
 @pytest.mark.parametrize(
     ("gpus", "device", "part"),
-    [(0, "cuda", "no CUDA GPU"), (0, "cuda:0", "no CUDA GPU"), (2, "cuda:2", "2 CUDA GPUs")],
+    [
+        (0, "cuda", "built without CUDA"),
+        (0, "cuda:0", "built without CUDA"),
+        (2, "cuda:2", "2 CUDA GPUs"),
+    ],
 )
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, gpus, device, part):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
