@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kitty.commands.claims import claims
 from kitty.commands.compare import compare_records
+from kitty.commands.image import image_app, overlay_app
 from kitty.commands.instances import instances_app
 from kitty.errors import KittyError
 from kitty.launcher import ERROR_MARK, TARGETS
@@ -56,6 +57,8 @@ app.command("compare", epilog="Example: `kitty compare results/smoke results/ref
 )
 app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
+app.add_typer(image_app, name="image")
+app.add_typer(overlay_app, name="overlay")
 app.add_typer(job_app, name="job", hidden=True)
 app.command("claims", epilog="Examples: `kitty claims`, `kitty claims results/paper --markdown`")(
     claims
