@@ -8,7 +8,8 @@ rule obtain_model:
         f"{ROOT}/logs/models/{{model}}.log",
     threads: 1
     resources:
-        mem_mb=EXPERIMENT.memory_mb,
+        mem_mb=memory_mb,
+        runtime=minutes,
     params:
         model=lambda wildcards: PLAN.model_argument(wildcards.model),
     shell:
@@ -25,7 +26,9 @@ rule reference:
         f"{ROOT}/logs/references/{{model}}/{{passage}}.log",
     threads: EXPERIMENT.threads
     resources:
-        mem_mb=EXPERIMENT.memory_mb,
+        mem_mb=memory_mb,
+        runtime=minutes,
+        gpu=GPU,
     params:
         experiment=SOURCE,
         setting=lambda wildcards: PLAN.reference_setting(
@@ -45,7 +48,9 @@ rule quality:
         f"{ROOT}/logs/quality/{{model}}/{{passage}}/{{method}}/r{{repeat}}.log",
     threads: EXPERIMENT.threads
     resources:
-        mem_mb=EXPERIMENT.memory_mb,
+        mem_mb=memory_mb,
+        runtime=minutes,
+        gpu=GPU,
     params:
         experiment=SOURCE,
         setting=lambda wildcards: PLAN.quality_setting(**wildcards),

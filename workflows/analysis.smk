@@ -10,7 +10,9 @@ rule channels:
         f"{ROOT}/logs/analysis/{{model}}/{{passage}}.log",
     threads: EXPERIMENT.threads
     resources:
-        mem_mb=EXPERIMENT.memory_mb,
+        mem_mb=memory_mb,
+        runtime=minutes,
+        gpu=GPU,
     params:
         experiment=SOURCE,
         setting=lambda wildcards: PLAN.analysis_setting(

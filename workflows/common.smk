@@ -5,12 +5,19 @@ import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.settings.types import DeploymentMethod
 
 from kitty.errors import KittyError
+from kitty.site import load_site
 from kitty.workflow import Plan
 
+try:
+    IMAGE = config.get("container") or load_site().image or "kitty.sif"
+except KittyError as error:
+    raise WorkflowError(str(error)) from None
 
-container: config.get("container", "kitty.sif")
+
+container: IMAGE
 
 
 wildcard_constraints:
@@ -37,7 +44,22 @@ REFERENCE = PLAN.reference_records()
 FIGURES = PLAN.figures()
 REPORT = PLAN.report()
 
-# Jobs run with the interpreter that runs Snakemake, wherever the working directory is; inside a container,
-# where that folder does not exist, with the container's own.
-shell.prefix(f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"; ')
+# Jobs run with the interpreter that runs Snakemake, wherever the working directory is; inside a container with the
+# container's own, also where the file system of both is the same.
+if DeploymentMethod.APPTAINER not in workflow.deployment_settings.deployment_method:
+    shell.prefix(
+        f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"; '
+    )
 SOURCE = PLAN.experiment_argument()
+
+
+# What a measuring job asks a scheduler for; a second attempt may have been killed for too little.
+def memory_mb(wildcards, attempt):
+    return EXPERIMENT.memory_mb * attempt
+
+
+def minutes(wildcards, attempt):
+    return EXPERIMENT.minutes * attempt
+
+
+GPU = 1 if EXPERIMENT.device.startswith("cuda") else 0

@@ -20,8 +20,9 @@ from kitty.commands.claims import claims
 from kitty.commands.compare import compare_records
 from kitty.commands.image import image_app, overlay_app
 from kitty.commands.instances import instances_app
+from kitty.commands.slurm import submit
 from kitty.errors import KittyError
-from kitty.launcher import ERROR_MARK, TARGETS
+from kitty.launcher import DEFAULT_PROFILE, ERROR_MARK, TARGETS
 
 MAIN_MODEL = "smollm2-135m-instruct"
 MAIN_PASSAGE = "python-data-model"
@@ -52,6 +53,10 @@ bench_app = typer.Typer(
     epilog="Example: `kitty bench ops`",
 )
 app.add_typer(instances_app, name="instances")
+app.command(
+    "submit",
+    epilog="Examples: `kitty submit smoke`, `kitty submit reviewer --cores 8 --gpus 1 --wait`",
+)(submit)
 app.command("compare", epilog="Example: `kitty compare results/smoke results/reference/cpu/smoke`")(
     compare_records
 )
@@ -273,6 +278,10 @@ def run_experiment(
         int | None,
         typer.Option(min=1, help="Memory of all jobs together (default: 80% of what is free)."),
     ] = None,
+    profile: Annotated[
+        str,
+        typer.Option(help="default, slurm (each job a SLURM job) or slurm-single (inside one)."),
+    ] = DEFAULT_PROFILE,
     files: Annotated[
         Path | None,
         typer.Option(
@@ -287,7 +296,8 @@ def run_experiment(
     from kitty.launcher import Run, launch
 
     listed = () if files is None else read_list(files)
-    run = Run(experiment, results, target, cores, memory_mb, tuple(context.args), listed)
+    extra = tuple(context.args)
+    run = Run(experiment, results, target, cores, memory_mb, extra, listed, profile)
     status = launch(run)
     if status == 0 and target in ("all", "report") and not context.args and not listed:
         from kitty.workflow import Plan

@@ -51,7 +51,7 @@ class Experiment:
         tokens: of each passage that are used.
         repeats: of methods whose selection is random, with seeds from ``seed`` on.
         dtype, device: of the model; None: the model's own dtype.
-        threads, memory_mb: of one job.
+        threads, memory_mb, minutes: of one job; the time is what a cluster's scheduler is told.
         analysis_passages: names of the passages whose channels are analysed.
         analysis_method: whose choice of channels is examined.
         analysis_layer: layer shown in full; None: the middle one.
@@ -71,6 +71,7 @@ class Experiment:
     device: str
     threads: int
     memory_mb: int
+    minutes: int
     analysis_passages: tuple[str, ...]
     analysis_method: Method | None
     analysis_layer: int | None
@@ -186,6 +187,7 @@ def _expand(raw: dict[str, Any], path: Path) -> Experiment:
         device=raw.get("device", "cpu"),
         threads=raw.get("threads", 1),
         memory_mb=raw.get("memory_mb", 3000),
+        minutes=raw.get("minutes", 60),
         analysis_passages=tuple(analysed),
         analysis_method=None
         if analysis is None

@@ -31,6 +31,7 @@ ERROR_MARK = "kitty: error: "
 INTERRUPTED = 128 + signal.SIGINT
 MEMORY_SHARE = 0.8  # of the free memory, given to the jobs together
 GPUS_OF_A_RUN = 1  # jobs take the first GPU that they see, so two at once would share it
+DEFAULT_PROFILE = "default"
 TARGETS = ("all", "accuracy", "analysis", "tables", "figures", "report", "claims")
 
 
@@ -44,6 +45,7 @@ class Run:
         target: rule to make.
         cores: a number, or ``all``.
         memory_mb: of all jobs together; None: most of what is free.
+        profile: a folder of configs/profiles; others than ``default`` know cores and memory.
         extra: further arguments of snakemake.
         files: make these files and no others, in place of the target.
     """
@@ -55,19 +57,29 @@ class Run:
     memory_mb: int | None = None
     extra: Sequence[str] = ()
     files: Sequence[str] = ()
+    profile: str = DEFAULT_PROFILE
 
     def command(self) -> list[str]:
         """The snakemake command line."""
-        memory = self.memory_mb or memory_to_use()
         return [
             *(sys.executable, "-m", "snakemake", *(self.files or [self.target])),
             *("--snakefile", str(shipped("Snakefile"))),
-            *("--workflow-profile", str(configs_dir() / "profiles" / "default")),
-            *("--cores", self.cores),
-            *("--resources", f"mem_mb={memory}", f"gpu={GPUS_OF_A_RUN}"),
+            *("--workflow-profile", str(configs_dir() / "profiles" / self.profile)),
+            *self._limits(),
             *("--config", f"experiment={self.experiment}", f"results={self.results}"),
             *self.extra,
         ]
+
+    def _limits(self) -> list[str]:
+        """Cores, memory and GPUs of all jobs together, where the profile leaves them open."""
+        if self.profile == DEFAULT_PROFILE:
+            memory = self.memory_mb or memory_to_use()
+            resources = ["--resources", f"mem_mb={memory}", f"gpu={GPUS_OF_A_RUN}"]
+            return ["--cores", self.cores, *resources]
+        limits = [] if self.cores == "all" else ["--cores", self.cores]
+        if self.memory_mb is not None:
+            limits += ["--resources", f"mem_mb={self.memory_mb}", f"gpu={GPUS_OF_A_RUN}"]
+        return limits
 
 
 def memory_to_use() -> int:
@@ -88,6 +100,7 @@ def launch(run: Run) -> int:
     if run.target not in TARGETS:
         raise KittyError(f"Target {run.target!r} is not known: use one of {', '.join(TARGETS)}.")
     _check_cores(run.cores)
+    _check_profile(run.profile)
     plan = Plan.load(run.experiment, run.results)
     check_writable(plan.root)
     check_writable(STATE)
@@ -106,6 +119,12 @@ def launch(run: Run) -> int:
 def _check_cores(cores: str) -> None:
     if cores != "all" and not (cores.isdigit() and int(cores) > 0):
         raise KittyError(f"cores is {cores!r}, but it must be a number of at least 1, or all.")
+
+
+def _check_profile(profile: str) -> None:
+    known = sorted(path.parent.name for path in configs_dir().glob("profiles/*/config.yaml"))
+    if profile not in known:
+        raise KittyError(f"Profile {profile!r} is not known: use one of {', '.join(known)}.")
 
 
 def check_writable(folder: Path) -> None:
