@@ -50,6 +50,7 @@ class Part:
         before: tokens of each sequence before the part.
         news: its tokens in the part.
         paged: length up to which its pages are written when the part begins.
+        dense: the tokens are the first ones of their sequences, which attend densely (prefill).
     """
 
     begin: int
@@ -57,6 +58,7 @@ class Part:
     before: list[int]
     news: list[int]
     paged: list[int]
+    dense: bool = False
 
     @functools.cached_property
     def ragged(self) -> bool:
@@ -92,15 +94,13 @@ class Call:
         counts: real tokens of each sequence.
         total: tokens of the call, pads included.
         order: int64 ``[B, T]`` that brings the real tokens last; None if there are no pads.
-        dense: whether attention within the call is dense (prefill).
-        parts: in order.
+        parts: in order; the dense one, if any, is the first.
         rows: the sequences of the batch that the call brings.
     """
 
     counts: list[int]
     total: int
     order: Tensor | None
-    dense: bool
     parts: list[Part]
     rows: slice
 
@@ -108,6 +108,12 @@ class Call:
     def simple(self) -> bool:
         """Whether every sequence brings the same tokens, all of one part."""
         return len(self.parts) == 1 and self.order is None
+
+    def order_on(self, device: torch.device) -> Tensor | None:
+        """``order`` where a layer needs it."""
+        if self.order is not None and self.order.device != device:
+            self.order = self.order.to(device)
+        return self.order
 
 
 class PackedState:
@@ -172,8 +178,7 @@ class PackedState:
                 (``make_room``); None: it brings all.
 
         Raises:
-            KittyError: the pool is exhausted, a sequence is still empty after its first call, or
-                a cache without quantization is full.
+            KittyError: the pool is exhausted, or a cache without quantization is full.
         """
         rows = slice(0, batch) if rows is None else rows
         self.make_room(max(self.batch, rows.stop))
@@ -187,32 +192,23 @@ class PackedState:
         if real is not None and min(counts) < total:
             order = real.long().argsort(dim=1, stable=True)
         lengths = self.lengths[rows]
-        dense = dense_prefill and not any(lengths)
-        if dense_prefill and not dense and not all(lengths):
-            raise KittyError(
-                f"Sequence {lengths.index(0)} of the batch had no token in the first call: "
-                "give every prompt at least one token, or use the simulated cache."
-            )
         after = [n + c for n, c in zip(lengths, counts, strict=True)]
         if self.dense and max(after) > self.method.sink:
             raise KittyError(
                 f"A sequence grows to {max(after)} tokens, but this 16-bit cache was made for "
                 f"{self.max_length}: give a larger max_length."
             )
-        if dense:
-            parts = [Part(0, total, lengths, counts, after)]
-        else:
-            parts = self._parts(lengths, self.paged[rows], counts, total)
+        parts = self._parts(lengths, self.paged[rows], counts, total, dense_prefill)
         last = parts[-1]
         paged = [max(x) for x in zip(last.before, last.paged, strict=True)]
         self._allocate(rows, paged)
         self.paged[rows] = paged
         self.lengths[rows] = last.after
-        self.call = Call(counts, total, order, dense, parts, rows)
-        if not dense:
-            pages = (self.method.key_pages, self.method.value_pages)
-            self.pages_read += sum(count(n) for p in parts for n in p.before for count in pages)
-        if self.call.simple and total == 1 and self.max_length is not None and not dense:
+        self.call = Call(counts, total, order, parts, rows)
+        pages = (self.method.key_pages, self.method.value_pages)
+        read = [n for part in parts if not part.dense for n in part.before]
+        self.pages_read += sum(count(n) for n in read for count in pages)
+        if self.call.simple and total == 1 and self.max_length is not None and not last.dense:
             self._enter_step(last)
 
     def make_room(self, batch: int) -> None:
@@ -232,11 +228,26 @@ class PackedState:
             part.use(device, lens[0], lens[1])
 
     def _parts(
-        self, lengths: list[int], paged: list[int], counts: list[int], total: int
+        self,
+        lengths: list[int],
+        paged: list[int],
+        counts: list[int],
+        total: int,
+        dense_prefill: bool,
     ) -> list[Part]:
-        cuts = page_cuts(self.method, lengths, counts, skip=[False] * len(counts))
+        """Cut a call: first tokens of sequences that are empty, then those of all the others."""
+        first = [c if dense_prefill and n == 0 else 0 for n, c in zip(lengths, counts, strict=True)]
         parts = []
-        for begin, end in zip(cuts, [*cuts[1:], max(*counts, 1)], strict=True):
+        if any(first) or not any(counts):
+            written = [max(x) for x in zip(paged, first, strict=True)]
+            parts = [Part(0, total, lengths, first, written, dense=True)]
+            lengths = parts[0].after
+            counts = [c - done for c, done in zip(counts, first, strict=True)]
+            paged = [max(x) for x in zip(written, parts[0].before, strict=True)]
+        if parts and not any(counts):
+            return parts
+        cuts = page_cuts(self.method, lengths, counts, skip=[False] * len(counts))
+        for begin, end in zip(cuts, [*cuts[1:], max(counts)], strict=True):
             before = [n + min(begin, c) for n, c in zip(lengths, counts, strict=True)]
             news = [max(0, min(end, c) - begin) for c in counts]
             parts.append(Part(begin, end, before, news, list(paged)))
@@ -413,20 +424,21 @@ class PackedLayer:
         call = self.state.call
         assert call is not None
         self._begin(keys)
-        if call.order is not None:
-            query, keys, values = (gather_tokens(x, call.order) for x in (query, keys, values))
+        order = call.order_on(keys.device)
+        if order is not None:
+            query, keys, values = (gather_tokens(x, order) for x in (query, keys, values))
         out = query if call.simple else torch.zeros_like(query)
         for part in call.parts:
             q, k, v = (_align(x, part, call) for x in (query, keys, values))
             self._append(k, v, part)
-            if call.dense:
-                out = _dense_prefill(q, k, v, call.counts, scale, softcap)
+            if part.dense:
+                out = _dense_prefill(q, k, v, part.news, scale, softcap)
                 self._quantize(k, v, part)
             elif call.simple:
                 out = self._decode(q, part, scale, softcap)
             else:
                 _scatter(out, self._decode(q, part, scale, softcap), part, call)
-        return out if call.order is None else gather_tokens(out, call.order.argsort(dim=1))
+        return out if order is None else gather_tokens(out, order.argsort(dim=1))
 
     def content(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Decoded keys and values ``[H, n, D]`` of one sequence, pages as far as written."""
@@ -510,8 +522,9 @@ class PackedLayer:
         )  # fmt: skip
 
     def _quantize(self, k: Tensor, v: Tensor, part: Part) -> None:
-        seq_lens = part.lengths_on(k.device)[0]
-        quantize_pages(k, v, *self._storage(), seq_lens, self.state.method, layer=self.layer)
+        seq_lens, _, news = part.lengths_on(k.device)
+        first = seq_lens if news is None else news  # 0 for sequences that the part leaves alone
+        quantize_pages(k, v, *self._storage(), first, self.state.method, layer=self.layer)
 
     def _decode(self, q: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
         out = decode_attention(
@@ -525,7 +538,7 @@ class PackedLayer:
 def _align(x: Tensor, part: Part, call: Call) -> Tensor:
     """A part's tokens ``[B, H, w, D]``, real ones last; ``x`` has the call's real tokens last."""
     width = part.end - part.begin
-    if len(call.parts) == 1 and width == x.shape[2]:
+    if width == x.shape[2]:
         return x
     if min(call.counts) == call.total:
         return x[:, :, part.begin : part.end].contiguous()
@@ -541,7 +554,7 @@ def _align(x: Tensor, part: Part, call: Call) -> Tensor:
 
 def _scatter(out: Tensor, result: Tensor, part: Part, call: Call) -> None:
     """Write a part's outputs back to the places of its real tokens."""
-    if min(call.counts) == call.total:
+    if call.order is None and not part.ragged:
         out[:, :, part.begin : part.end] = result
         return
     for b, (count, new) in enumerate(zip(call.counts, part.news, strict=True)):
