@@ -15,7 +15,14 @@ from kitty.methods import get_method
 from kitty.models import find_model
 from kitty.paths import configs_dir
 from kitty.records import write_record
-from kitty.report import claims_text
+from kitty.report import (
+    claims_text,
+    paper_table_files,
+    task_figure_files,
+    write_html,
+    write_paper_tables,
+    write_task_figures,
+)
 from kitty.report.claims import (
     CONTRADICTED,
     NOT_REPRODUCED,
@@ -422,3 +429,27 @@ def test_a_claims_file_that_names_what_is_not_known_is_refused(tmp_path):
     refused("none of the selections", lambda c: c["selections"].pop("kernel"))
     refused("has no band", lambda c: c["claims"][0].pop("accept"))
     refused("Method 'kity'", lambda c: c["tables"][0]["blocks"][0]["rows"][0].update(method="kity"))
+
+
+def test_an_experiment_of_tasks_alone_has_tables_figures_and_a_report(tmp_path):
+    folder = tmp_path / "records"
+    percent = {"kivi-k2v2-sink": 40.0, "kitty": 45.0, "kitty-25-random": 42.0, "fp16": 50.0}
+    for method, value in percent.items():
+        for task in ("gsm8k_cot_llama", "key_retrieval"):
+            record = task_record(method, value / 100, task=task, n=50)
+            write_record(folder / task / method / "r0.json", record)
+    records = collect([folder])
+    assert {p.name for p in write_paper_tables(records, tmp_path)} == set(paper_table_files())
+    shown = (tmp_path / "tasks.md").read_text()
+    assert "| key_retrieval | standin" in shown
+    assert "45.00 [0.00, 100.00]" in shown
+    assert "Table 3: Accuracy of Kitty" in (tmp_path / "table-3.md").read_text()
+    assert "45.00 ± 0.00" in (tmp_path / "figure-4.tex").read_text()
+    first = {p.name: p.read_bytes() for p in write_task_figures(records, tmp_path / "a")}
+    again = {p.name: p.read_bytes() for p in write_task_figures(records[::-1], tmp_path / "b")}
+    assert first == again
+    assert set(first) == set(task_figure_files())
+    text = write_html(folder, tmp_path / "report.html").read_text()
+    assert text.count("data:image/png;base64,") == 2
+    assert "Downstream tasks" in text
+    assert "not run (93.61 ± 0.58)" in text

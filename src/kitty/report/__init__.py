@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kitty.report.html import write_html
     from kitty.report.paper_tables import paper_table_files, write_paper_tables
     from kitty.report.tables import write_tables
+    from kitty.report.task_figures import task_figure_files, write_task_figures
 
 _HOMES = {
     "Results": "data",
@@ -23,6 +24,8 @@ _HOMES = {
     "write_figures": "figures",
     "write_html": "html",
     "write_tables": "tables",
+    "task_figure_files": "task_figures",
+    "write_task_figures": "task_figures",
 }
 
 __all__ = [
@@ -32,11 +35,13 @@ __all__ = [
     "load_results",
     "paper_table_files",
     "table_files",
+    "task_figure_files",
     "write_claims",
     "write_figures",
     "write_html",
     "write_paper_tables",
     "write_tables",
+    "write_task_figures",
 ]
 
 

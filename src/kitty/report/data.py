@@ -117,8 +117,8 @@ def load_results(source: Source) -> Results:
     """Group the records of a folder, or records that were read already with their paths.
 
     Raises:
-        KittyError: the folder is missing, a record is damaged, there is no quality record, or a
-            model lacks a method on a passage.
+        KittyError: the folder is missing, a record is damaged, there is neither a quality nor a
+            task record, or a model lacks a method on a passage.
     """
     if isinstance(source, str | os.PathLike):
         records, place = list(find_records(source)), str(source)
@@ -131,7 +131,7 @@ def load_results(source: Source) -> Results:
             grouped.setdefault((*_place(record), record["method"]["name"]), []).append(record)
         elif record["kind"] == "analysis":
             analyses[_place(record)] = record
-    if not grouped:
+    if not grouped and not any(record["kind"] == "task" for _, record in records):
         raise KittyError(f"There is no quality record in {place}: run the experiment first.")
     cells = {key: _cell(key, group) for key, group in grouped.items()}
     models = sorted({model for model, _, _ in cells})

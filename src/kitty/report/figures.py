@@ -97,8 +97,13 @@ def write_figures(source: Source, out_dir: str | Path) -> list[Path]:
 
 def render(results: Results, name: str, suffix: str) -> bytes:
     """One figure as the bytes of a PDF or PNG file, without date or version in it."""
+    return drawn(lambda: DRAWERS[name](results), suffix)
+
+
+def drawn(draw: Callable[[], Figure], suffix: str) -> bytes:
+    """What ``draw`` draws, in the style of all figures, as the bytes of a file."""
     with _style():
-        figure = DRAWERS[name](results)
+        figure = draw()
         FigureCanvasAgg(figure)
         metadata = {"pdf": {"CreationDate": None, "Producer": None, "Creator": None}}.get(
             suffix, {"Software": None}

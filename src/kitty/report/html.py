@@ -26,6 +26,8 @@ from kitty.report.files import OF_ANALYSIS
 from kitty.report.paper import load_paper
 from kitty.report.scores import Scores
 from kitty.report.tables import ALL_PASSAGES, BUILDERS, orderings_table, readable
+from kitty.report.task_figures import CAPTIONS as TASK_CAPTIONS
+from kitty.report.task_figures import FIGURE_4, render_tasks
 
 TABLE_NOTES = {
     "summary": (
@@ -129,8 +131,8 @@ def _sections(results: Results) -> list[dict[str, Any]]:
         ("selection", None),
         ("quality", None),
     ]
-    sections = []
-    for name, figure in order:
+    sections: list[dict[str, Any]] = []
+    for name, figure in order if results.cells else ():
         if name in OF_ANALYSIS and not results.analyses:
             continue
         drawn = figure or (name if name in DRAWERS and name not in BUILDERS else None)
@@ -152,15 +154,27 @@ def _paper_sections(records: list[tuple[Path, Record]]) -> list[dict[str, Any]]:
     """The paper's tables with our accuracies, where downstream tasks were measured."""
     paper = load_paper()
     scores = Scores(records, paper)
-    sections = []
-    for table in paper.tables.values() if scores else ():
+    if not scores:
+        return []
+    sections = [
+        {
+            "id": "tasks",
+            "title": "Downstream tasks",
+            "image": _inline(render_tasks("tasks", "png", scores, paper)),
+            "caption": TASK_CAPTIONS["tasks"],
+            "table": _table(paper_tables.tasks_table(scores, paper)),
+            "note": "Mean over repeats with the 95% interval of a bootstrap over problems.",
+        }
+    ]
+    for table in paper.tables.values():
+        drawn = table.identifier == FIGURE_4
         shown = paper_tables.in_layout(table, paper_tables.lines_of(table, scores), paper)
         sections.append(
             {
                 "id": table.identifier,
                 "title": f"{table.title}: {table.caption}",
-                "image": None,
-                "caption": None,
+                "image": _inline(render_tasks(FIGURE_4, "png", scores, paper)) if drawn else None,
+                "caption": TASK_CAPTIONS[FIGURE_4] if drawn else None,
                 "table": {"columns": list(shown.columns), "rows": shown.to_numpy().tolist()},
                 "note": paper_tables.NOTE + ".",
             }

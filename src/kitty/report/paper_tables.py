@@ -13,13 +13,14 @@ from pathlib import Path
 import pandas as pd
 
 from kitty.errors import KittyError
-from kitty.methods import Method
+from kitty.methods import Method, load_methods
 from kitty.models import find_model
 from kitty.records import Record, write_atomically
 from kitty.report.paper import Cell, Paper, PaperTable, Row, load_paper
 from kitty.report.scores import HUB, Score, Scores, task_of
-from kitty.report.tables import booktabs, pipe_table, to_csv
+from kitty.report.tables import booktabs, pipe_table, readable, to_csv
 
+TASKS = "tasks"  # name of the table of everything that was measured
 NOT_RUN = "not run"
 NOT_PRINTED = "not printed"
 FORMATS = ("csv", "md", "tex")
@@ -51,7 +52,7 @@ class Line:
 
 def paper_table_files() -> list[str]:
     """Files of all tables, known before anything is measured."""
-    return [f"{name}.{suffix}" for name in load_paper().tables for suffix in FORMATS]
+    return [f"{name}.{suffix}" for name in (TASKS, *load_paper().tables) for suffix in FORMATS]
 
 
 def write_paper_tables(records: Iterable[tuple[Path, Record]], out_dir: str | Path) -> list[Path]:
@@ -62,7 +63,10 @@ def write_paper_tables(records: Iterable[tuple[Path, Record]], out_dir: str | Pa
     """
     paper = load_paper()
     scores = Scores(records, paper)
-    paths = []
+    frame = tasks_table(scores, paper)
+    shown = readable(frame)
+    texts = {"csv": to_csv(frame), "md": pipe_table(shown), "tex": booktabs(shown)}
+    paths = _write(Path(out_dir), TASKS, texts)
     for table in paper.tables.values():
         lines = lines_of(table, scores)
         shown = in_layout(table, lines, paper)
@@ -71,10 +75,43 @@ def write_paper_tables(records: Iterable[tuple[Path, Record]], out_dir: str | Pa
             "md": f"{table.title}: {table.caption}. {NOTE}\n\n{pipe_table(shown)}",
             "tex": booktabs(shown),
         }
-        for suffix in FORMATS:
-            paths.append(Path(out_dir) / f"{table.identifier}.{suffix}")
-            write_atomically(paths[-1], texts[suffix].encode())
+        paths += _write(Path(out_dir), table.identifier, texts)
     return paths
+
+
+def _write(folder: Path, name: str, texts: dict[str, str]) -> list[Path]:
+    paths = [folder / f"{name}.{suffix}" for suffix in FORMATS]
+    for path, suffix in zip(paths, FORMATS, strict=True):
+        write_atomically(path, texts[suffix].encode())
+    return paths
+
+
+def tasks_table(scores: Scores, paper: Paper) -> pd.DataFrame:
+    """One row a model, task and method that was measured, the paper's or not."""
+    order = {name: place for place, name in enumerate(load_methods())}
+    rows = []
+    for model, provider in scores.places():
+        found = scores.measured(model, provider)
+        found.sort(key=lambda pair: (pair[1], order.get(pair[0].name, len(order)), pair[0].name))
+        for method, task in found:
+            score = scores.get(model, method, task, provider)
+            assert score is not None
+            rows.append(
+                {
+                    "model": model,
+                    "task": task_of(paper, task).title,
+                    "problems": provider,
+                    "method": method.name,
+                    "title": method.title,
+                    "accuracy": score.mean,
+                    "accuracy_low": score.low,
+                    "accuracy_high": score.high,
+                    "deviation": score.deviation,
+                    "runs": str(score.repeats),
+                    "n": str(score.problems),
+                }
+            )
+    return pd.DataFrame(rows)
 
 
 NOTE = (
@@ -100,7 +137,7 @@ def lines_of(table: PaperTable, scores: Scores) -> list[Line]:
 def _other_lines(table: PaperTable, scores: Scores, model: str, provider: str) -> list[Line]:
     """Lines of a model or of problems that the paper does not have, where anything was measured."""
     rows = {row.method.name: row for rows in table.blocks.values() for row in rows}
-    title = _model_title(model) + ("" if provider == HUB else " (stand-ins)")
+    title = model_title(model) + ("" if provider == HUB else " (stand-ins)")
     found = []
     for row in rows.values():
         own = Row(model, row.method, row.title, {}, None, None)
@@ -110,10 +147,11 @@ def _other_lines(table: PaperTable, scores: Scores, model: str, provider: str) -
     return found
 
 
-def _model_title(name: str) -> str:
+def model_title(name: str) -> str:
+    """A model's title, or the name that only records know."""
     try:
         return find_model(name).title
-    except KittyError:  # a model that only the records know
+    except KittyError:
         return name
 
 

@@ -22,8 +22,19 @@ from kitty.report.orderings import expected_orderings, verdict
 ALL_PASSAGES = "all"
 DIGITS = 5
 
+SHORT_DIGITS = {
+    "bits": 2,
+    "kl": 4,
+    "kl_difference": 4,
+    "difference": 4,
+    "accuracy": 2,
+    "deviation": 2,
+}
+
 # Column headings of Markdown and LaTeX; CSV keeps the names.
 HEADINGS = {
+    "task": "Task",
+    "problems": "Problems",
     "title": "Method",
     "model": "Model",
     "passage": "Text",
@@ -32,6 +43,10 @@ HEADINGS = {
     "kl": "KL",
     "top1": "Top-1",
     "attention_error": "Attention error",
+    "accuracy": "Accuracy, %",
+    "deviation": "Largest deviation",
+    "runs": "Repeats",
+    "n": "Problems asked",
     "worse_title": "Higher KL",
     "better_title": "Lower KL",
     "difference": "Difference",
@@ -281,11 +296,10 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _short(name: str, value: Any) -> str:
-    """Two digits for bits, three for shares and NLL, four for KL."""
+    """Two digits for bits and percent, three for shares and NLL, four for KL."""
     if not isinstance(value, float):
         return str(value)
-    digits = {"bits": 2, "kl": 4, "kl_difference": 4, "difference": 4}.get(name, 3)
-    return _fixed(value, digits)
+    return _fixed(value, SHORT_DIGITS.get(name, 3))
 
 
 def _number(value: Any) -> Any:
