@@ -58,11 +58,11 @@ tiny ablation: $(STAMP) ## Run another experiment of configs/experiments
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (15 minutes at most on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not container" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not container and not slurm" $(PYTEST_ARGS)
 
 .PHONY: test-slow
 test-slow: $(STAMP) ## Run the tests that take minutes each
-	$(BIN)/python -m pytest -m "slow and not gpu and not container" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not container and not slurm" $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(STAMP) ## Run the tests that need a GPU
@@ -79,6 +79,10 @@ image-test: ## Run the image's own tests
 .PHONY: test-container
 test-container: $(STAMP) ## Build the cpu image and run the tests inside it and around it
 	$(BIN)/python -m pytest -m container $(PYTEST_ARGS)
+
+.PHONY: test-slurm
+test-slurm: $(STAMP) ## Run the tests on a one-node SLURM; jobs run in the image that KITTY_IMAGE names, if any
+	$(BIN)/python -m pytest -m slurm $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## Check style, types and the workflow

@@ -135,13 +135,13 @@ def _alike(first: RecordSet, second: RecordSet) -> bool:
 
 
 def alike(first: Record, second: Record) -> bool:
-    """Whether two records come from the same release of torch and the same GPU model, or none."""
+    """Whether two records come from the same release of torch, GPU model and processor."""
     return _machine(first) == _machine(second)
 
 
-def _machine(record: Record) -> tuple[str, str | None]:
+def _machine(record: Record) -> tuple[Any, ...]:
     found = record["environment"]
-    return str(found["torch"]).split("+")[0], found.get("gpu")
+    return str(found["torch"]).split("+")[0], found.get("gpu"), found.get("cpu")
 
 
 def _compare_records(

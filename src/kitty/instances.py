@@ -373,7 +373,8 @@ def _reason(log: Path, status: int, number: str | None) -> str:
     told = [line for line in lines if line.startswith((ERROR_MARK, "FATAL:"))]
     if told:
         return told[-1].removeprefix(ERROR_MARK)
-    return f"ended with {number or f'exit status {status}'} (see {log})"
+    last = f": {lines[-1]}" if lines and number is None else ""
+    return f"ended with {number or f'exit status {status}'}{last} (see {log})"
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

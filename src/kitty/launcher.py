@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 from kitty.environment import free_memory_bytes
 from kitty.errors import KittyError
 from kitty.paths import configs_dir, shipped
+from kitty.site import load_site
 from kitty.workflow import Plan
 
 STATE = Path(".snakemake")  # Snakemake's own folder, below the working directory
@@ -125,6 +127,11 @@ def _check_profile(profile: str) -> None:
     known = sorted(path.parent.name for path in configs_dir().glob("profiles/*/config.yaml"))
     if profile not in known:
         raise KittyError(f"Profile {profile!r} is not known: use one of {', '.join(known)}.")
+    load_site()  # its mistakes are told here in a sentence, by Snakemake with a page of usage
+    if profile == "slurm" and shutil.which("sbatch") is None:
+        raise KittyError(
+            "The program sbatch is not here: start profile slurm on a machine of the cluster."
+        )
 
 
 def check_writable(folder: Path) -> None:

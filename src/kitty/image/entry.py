@@ -46,7 +46,7 @@ LOOKS_ONLY = {
     *("-n", "--dry-run", "--dryrun", "--unlock", "--report", "--lint", "--dag", "--rulegraph"),
     *("--filegraph", "--summary", "-S", "--detailed-summary", "-D", "--list", "-l", "--list-rules"),
 }
-FAST_TESTS = "not slow and not gpu and not container"
+FAST_TESTS = "not slow and not gpu and not container and not slurm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
