@@ -89,6 +89,19 @@ def test_the_softmax_scale_is_an_argument(device: str) -> None:
     assert relative_rms(out, cache.run(softmax_scale=0.125)[0].double()) < 1e-6
 
 
+@pytest.mark.parametrize("size", [0.0, 2.0**-24, 2.0**-15, 2.0**-14, 2.0**-13, 3e4])
+def test_queries_of_any_size_weigh_the_tokens_as_the_reference_does(
+    size: float, device: str
+) -> None:
+    # a pad token's embedding is zero, so its query is too in the first layer
+    cache = Cache(DecodeCase(lengths=(430,), heads=1), device)
+    cache.query = (cache.query / cache.query.abs().max() * size).to(cache.query.dtype)
+    exact, _ = cache.reference(torch.float64, torch.float64)
+    # Near-equal weights average values of about 1 to nearly 0, while their zeros and codes come in
+    # apart and cancel: so the bound is fp16's rounding of the values, not of the small mean.
+    assert (cache.run()[0].double() - exact).square().mean().sqrt() < 2.0**-11
+
+
 def test_query_tensors_may_be_strided(device: str) -> None:
     cache = Cache(DecodeCase(lengths=(300,), num_tokens=2, heads=1), device)
     out, _ = cache.run()

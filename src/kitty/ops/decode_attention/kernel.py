@@ -46,6 +46,7 @@ SUBNORMAL = tl.constexpr(2.0**24)  # the fp16 subnormal of code 1 is 2^-24
 P_GAIN = tl.constexpr(2.0**10)
 LAZY_BITS = tl.constexpr(4.0)  # the accumulator is rescaled when the maximum rose by more
 LEAST_SCALE = tl.constexpr(2.0**-14)
+LEAST_QUERY = tl.constexpr(2.0**-13)  # its factor, and four times it, fit fp16: 0 · inf is no 0
 MASKED = tl.constexpr(-1.0e30)  # finite, so that differences of two are no NaN
 
 # time of a unit of work in quarters of a page's, for the division among splits
@@ -465,7 +466,7 @@ def decode_kernel(
     # the pages' query: rows normalized to at most 1, the factor goes into κ
     b_query = tl.load(p_row[:, None] + o_c[None, :], mask=(o_c < D)[None, :], other=0.0)
     b_q = b_query.to(tl.float32)
-    b_largest = tl.maximum(tl.max(tl.abs(b_q), 1), LEAST_SCALE)
+    b_largest = tl.maximum(tl.max(tl.abs(b_q), 1), LEAST_QUERY)
     b_norm = tl.exp2(-tl.ceil(tl.log2(b_largest)))
     b_q = (b_q * b_norm[:, None]).to(tl.float16)
     b_qt = tl.trans(b_q)
