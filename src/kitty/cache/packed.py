@@ -413,6 +413,7 @@ class PackedLayer:
         values: Tensor,
         real: Tensor | None = None,
         *,
+        counts: list[int] | None = None,
         scale: float,
         softcap: float | None = None,
         dense_prefill: bool = True,

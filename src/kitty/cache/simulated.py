@@ -50,6 +50,7 @@ class SimulatedLayer:
         values: Tensor,
         real: Tensor | None = None,
         *,
+        counts: list[int] | None = None,
         scale: float,
         softcap: float | None = None,
         dense_prefill: bool = True,
@@ -64,6 +65,8 @@ class SimulatedLayer:
             query: ``[B, Hq, T, D]``.
             keys, values: ``[B, H, T, D]`` of the same T tokens, keys after RoPE.
             real: bool ``[B, T]``, False for pads; None if all are real.
+            counts: real tokens of each sequence; None reads them from ``real``, for which the
+                host waits.
             scale: softmax scale.
             softcap: see :func:`kitty.cache.attend.attend`.
 
@@ -75,7 +78,8 @@ class SimulatedLayer:
         """
         self._begin(keys)
         batch, _, total, _ = query.shape
-        counts = [total] * batch if real is None else real.sum(dim=1).tolist()
+        if counts is None:
+            counts = [total] * batch if real is None else real.sum(dim=1).tolist()
         order = None
         if real is not None and min(counts) < total:
             order = (~real).long().argsort(dim=1, stable=True)  # real tokens first

@@ -71,6 +71,7 @@ class KittyCacheBase(Cache):
         self._total = 0  # columns of all calls, the present one too
         self._columns: dict[int, int] = {}  # padded length, per layer
         self._rows: slice | None = None  # sequences that calls bring, where a batch is split
+        self._counts: list[int] = []  # real tokens of each sequence of the present call
         self._lengths: list[int] = []  # real tokens of each sequence
         self._longest: list[int] = []  # the most it ever had: what is r behind that is final
 
@@ -133,6 +134,7 @@ class KittyCacheBase(Cache):
             keys,
             values,
             real,
+            counts=self._counts,
             scale=scale,
             softcap=softcap,
             dense_prefill=self.dense_prefill,
@@ -223,6 +225,7 @@ class KittyCacheBase(Cache):
     def _count(self, batch: int, length: int, real: Tensor | None) -> None:
         """Add a call's real tokens to the lengths."""
         news = [length] * batch if real is None else real.sum(dim=1).tolist()
+        self._counts = news
         if self._rows is not None:
             self._lengths += news
             self._longest += news
