@@ -156,7 +156,7 @@ def _paper_sections(records: list[tuple[Path, Record]]) -> list[dict[str, Any]]:
     scores = Scores(records, paper)
     if not scores:
         return []
-    sections = [
+    sections: list[dict[str, Any]] = [
         {
             "id": "tasks",
             "title": "Downstream tasks",
