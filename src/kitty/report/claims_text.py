@@ -30,6 +30,7 @@ SECTIONS = {
     "figure-4": "Figure 4",
     "figure-5": "Figure 5",
     "ordering": "Orderings by KL divergence",
+    "selection": "Choice of channels (this project's)",
     "kernel": "Kernels (this project's floors)",
     "engine": "Engine (this project's floors)",
 }
