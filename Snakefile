@@ -3,6 +3,7 @@
 #   snakemake all --cores 2 --config experiment=smoke results=results
 #
 # experiment   a name of configs/experiments, or the path of an experiment file (default smoke)
+# run_code     true: tasks such as HumanEval may run what the model writes (default: they refuse)
 # results      folder that gets a folder of the experiment's name (default results)
 # records      a folder of records, such as results/reference: nothing is measured, `tables` and `figures` are made
 #              of them, in results/redrawn
@@ -22,6 +23,7 @@ else:
 
     include: "workflows/accuracy.smk"
     include: "workflows/analysis.smk"
+    include: "workflows/tasks.smk"
     include: "workflows/report.smk"
 
 
@@ -29,6 +31,7 @@ localrules:
     all,
     accuracy,
     analysis,
+    tasks,
     tables,
     figures,
     report,
@@ -40,6 +43,7 @@ rule all:
     input:
         QUALITY,
         ANALYSES,
+        TASKS,
         TABLES,
         FIGURES,
         REPORT,
@@ -53,6 +57,11 @@ rule accuracy:
 rule analysis:
     input:
         ANALYSES,
+
+
+rule tasks:
+    input:
+        TASKS,
 
 
 rule tables:

@@ -23,6 +23,7 @@ container: IMAGE
 wildcard_constraints:
     model="[^/]+",
     passage="[^/]+",
+    task="[^/]+",
     method="[^/]+",
     repeat=r"\d+",
 
@@ -38,6 +39,7 @@ EXPERIMENT = PLAN.experiment
 ROOT = str(PLAN.root)
 QUALITY = PLAN.quality_records()
 ANALYSES = PLAN.analysis_records()
+TASKS = PLAN.task_records()
 TABLES = PLAN.tables()
 CLAIMS = PLAN.claims()
 REFERENCE = PLAN.reference_records()
@@ -63,3 +65,6 @@ def minutes(wildcards, attempt):
 
 
 GPU = 1 if EXPERIMENT.device.startswith("cuda") else 0
+
+# Scoring some tasks means running programs that the model writes: only where the user says so.
+RUN_CODE = "--run-code" if str(config.get("run_code", "")).lower() == "true" else ""

@@ -7,7 +7,7 @@ try:
 except KittyError as error:
     raise WorkflowError(str(error)) from None
 
-QUALITY, ANALYSES, REPORT, CLAIMS = [], [], [], []
+QUALITY, ANALYSES, TASKS, REPORT, CLAIMS = [], [], [], [], []
 TABLES, FIGURES = REDRAW.tables(), REDRAW.figures()
 
 

@@ -5,6 +5,7 @@ rule make_tables:
     input:
         QUALITY,
         ANALYSES,
+        TASKS,
         REFERENCE,
     output:
         report(
@@ -24,27 +25,31 @@ rule make_tables:
         " --results {params.results:q} > {log:q} 2>&1"
 
 
-rule make_figures:
-    input:
-        QUALITY,
-        ANALYSES,
-    output:
-        report(FIGURES, caption="captions/figures.rst", category="Figures"),
-    log:
-        f"{ROOT}/logs/figures.log",
-    threads: 1
-    params:
-        experiment=SOURCE,
-        results=lambda wildcards, output: Path(output[0]).parents[2],
-    shell:
-        "python3 -m kitty job report figures --experiment {params.experiment:q}"
-        " --results {params.results:q} > {log:q} 2>&1"
+if FIGURES:
+
+    rule make_figures:
+        input:
+            QUALITY,
+            ANALYSES,
+            TASKS,
+        output:
+            report(FIGURES, caption="captions/figures.rst", category="Figures"),
+        log:
+            f"{ROOT}/logs/figures.log",
+        threads: 1
+        params:
+            experiment=SOURCE,
+            results=lambda wildcards, output: Path(output[0]).parents[2],
+        shell:
+            "python3 -m kitty job report figures --experiment {params.experiment:q}"
+            " --results {params.results:q} > {log:q} 2>&1"
 
 
 rule make_report:
     input:
         QUALITY,
         ANALYSES,
+        TASKS,
         REFERENCE,
     output:
         report(REPORT, caption="captions/report.rst", category="Report"),

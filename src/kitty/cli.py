@@ -21,6 +21,7 @@ from kitty.commands.compare import compare_records
 from kitty.commands.image import image_app, overlay_app
 from kitty.commands.instances import instances_app
 from kitty.commands.slurm import submit
+from kitty.commands.tasks import RunCodeOption, eval_app, run_task_job
 from kitty.errors import KittyError
 from kitty.launcher import DEFAULT_PROFILE, ERROR_MARK, TARGETS
 
@@ -52,6 +53,7 @@ bench_app = typer.Typer(
     help="Times on a GPU, against fp16 and against the hardware's limits.",
     epilog="Example: `kitty bench ops`",
 )
+app.add_typer(eval_app, name="eval")
 app.add_typer(instances_app, name="instances")
 app.command(
     "submit",
@@ -288,6 +290,7 @@ def run_experiment(
             help="Make only the files listed in this file, one a line, and what they need."
         ),
     ] = None,
+    run_code: RunCodeOption = False,
 ) -> None:
     """Run an experiment: records, tables, figures, report. A run that was stopped goes on.
 
@@ -297,7 +300,7 @@ def run_experiment(
 
     listed = () if files is None else read_list(files)
     extra = tuple(context.args)
-    run = Run(experiment, results, target, cores, memory_mb, extra, listed, profile)
+    run = Run(experiment, results, target, cores, memory_mb, extra, listed, profile, run_code)
     status = launch(run)
     if status == 0 and target in ("all", "report") and not context.args and not listed:
         from kitty.workflow import Plan
@@ -320,8 +323,8 @@ def read_list(path: Path) -> tuple[str, ...]:
 # --- single measurements -------------------------------------------------------------------------
 
 
-@app.command(
-    "eval",
+@eval_app.callback(
+    invoke_without_command=True,
     epilog=(
         "Examples: `kitty eval --method kitty-pro`, "
         "`kitty eval --method kitty --boost-ratio 0.375 --selection variance --tokens 1024`, "
@@ -329,6 +332,7 @@ def read_list(path: Path) -> tuple[str, ...]:
     ),
 )
 def evaluate(
+    context: typer.Context,
     method: Annotated[
         str, typer.Option("--method", help="A name that `kitty methods --all` lists.")
     ] = "kitty-pro",
@@ -357,6 +361,8 @@ def evaluate(
 ) -> None:
     """Measure a method's quality against the 16-bit model, teacher-forced over a text.
 
+    For downstream tasks see `kitty eval lm --help`.
+
     The options from --key-bits to --seed change the chosen method.
 
     Numbers: nll, kl (to the 16-bit model's distribution) in nats per token; top1, the share of
@@ -365,6 +371,9 @@ def evaluate(
     show that the method was at work.
     """
     import tempfile
+
+    if context.invoked_subcommand is not None:
+        return
 
     from kitty.jobs import Setting, measure_quality, measure_reference
     from kitty.methods import get_method
@@ -624,6 +633,9 @@ def job_quality(
             setting, job.method, reference, repeat=job.repeat, progress=progress
         )
     write_record(out, record)
+
+
+job_app.command("task")(run_task_job)
 
 
 @job_app.command("analysis")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "triton", "numpy", "kitty")
+PACKAGES = ("torch", "transformers", "triton", "numpy", "lm-eval", "kitty")
 
 
 def package_version(name: str) -> str | None:

@@ -15,6 +15,7 @@ from kitty.errors import KittyError
 from kitty.methods import Method, get_method, sweep_name
 from kitty.models import ModelSpec, check_device_name, find_model, num_layers
 from kitty.paths import configs_dir
+from kitty.task_runs import TaskRun, expand_tasks
 from kitty.texts import known_passages, least_tokens, load_passage
 
 
@@ -55,6 +56,7 @@ class Experiment:
         analysis_passages: names of the passages whose channels are analysed.
         analysis_method: whose choice of channels is examined.
         analysis_layer: layer shown in full; None: the middle one.
+        task_runs: downstream tasks, model × task × method × repeat.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Experiment:
     analysis_passages: tuple[str, ...]
     analysis_method: Method | None
     analysis_layer: int | None
+    task_runs: tuple[TaskRun, ...] = ()
 
     def jobs(self) -> list[Job]:
         """Every quality job, in the order of the file."""
@@ -103,6 +106,20 @@ class Experiment:
         raise KittyError(
             f"Experiment {self.name!r} has no job {model}/{passage}/{method}/r{repeat}: "
             f"its file is {self.source}."
+        )
+
+    def task_run(self, model: str, task: str, method: str, repeat: int) -> TaskRun:
+        """One task run by its names.
+
+        Raises:
+            KittyError: the experiment has no such run.
+        """
+        for run in self.task_runs:
+            if run.key == (model, task, method, repeat):
+                return run
+        raise KittyError(
+            f"Experiment {self.name!r} has no task run {model}/{task}/{method}/r{repeat}: its file "
+            f"is {self.source}."
         )
 
     def analyses(self) -> list[tuple[str, str]]:
@@ -168,19 +185,20 @@ def _find(name: str) -> Path:
 
 def _expand(raw: dict[str, Any], path: Path) -> Experiment:
     analysis = raw.get("analysis")
-    passages = _by_name(raw["passages"], _passage_name, path)
+    passages = _by_name(raw.get("passages", []), _passage_name, path)
     analysed = passages
     if analysis is not None and "passages" in analysis:
         analysed = _by_name(analysis["passages"], _passage_name, path)
+    models = {spec.name: spec for spec in map(find_model, raw["models"])}
     return Experiment(
         name=path.stem,
         source=path,
         title=raw["title"],
         description=raw.get("description", ""),
-        models={spec.name: spec for spec in map(find_model, raw["models"])},
+        models=models,
         passages=passages,
         methods=_methods(raw),
-        tokens=raw["tokens"],
+        tokens=raw.get("tokens", 0),
         repeats=raw.get("repeats", 1),
         seed=raw.get("seed", 0),
         dtype=raw.get("dtype"),
@@ -193,7 +211,12 @@ def _expand(raw: dict[str, Any], path: Path) -> Experiment:
         if analysis is None
         else get_method(analysis.get("method", "kitty-pro")),
         analysis_layer=None if analysis is None else analysis.get("layer"),
+        task_runs=expand_tasks(raw.get("tasks", {}), models, _included, same_storage, path.stem),
     )
+
+
+def _included(experiment: str) -> tuple[TaskRun, ...]:
+    return load_experiment(experiment).task_runs
 
 
 def _passage_name(passage: str) -> str:
@@ -210,7 +233,7 @@ def _by_name(values: list[str], name_of: Any, path: Path) -> dict[str, str]:
 
 
 def _methods(raw: dict[str, Any]) -> tuple[Method, ...]:
-    names = list(raw["methods"])
+    names = list(raw.get("methods", []))
     for sweep in raw.get("sweeps", []):
         names += [
             sweep_name(sweep["prefix"], percent / 100, selection)
@@ -239,8 +262,8 @@ def _check(experiment: Experiment) -> Experiment:
         )
     check_device_name(experiment.device)
     _check_analysis(experiment)
-    longest = max(experiment.methods, key=least_tokens)
-    if experiment.tokens < least_tokens(longest):
+    longest = max(experiment.methods, key=least_tokens, default=None)
+    if longest is not None and experiment.tokens < least_tokens(longest):
         raise KittyError(
             f"Experiment {experiment.name!r} uses {experiment.tokens} tokens, but method "
             f"{longest.name!r} needs {least_tokens(longest)} (its 16-bit buffers and two pages)."

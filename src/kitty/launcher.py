@@ -34,7 +34,7 @@ INTERRUPTED = 128 + signal.SIGINT
 MEMORY_SHARE = 0.8  # of the free memory, given to the jobs together
 GPUS_OF_A_RUN = 1  # jobs take the first GPU that they see, so two at once would share it
 DEFAULT_PROFILE = "default"
-TARGETS = ("all", "accuracy", "analysis", "tables", "figures", "report", "claims")
+TARGETS = ("all", "accuracy", "analysis", "tasks", "tables", "figures", "report", "claims")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Run:
         profile: a folder of configs/profiles; others than ``default`` know cores and memory.
         extra: further arguments of snakemake.
         files: make these files and no others, in place of the target.
+        run_code: let tasks run what the model writes.
     """
 
     experiment: str
@@ -60,6 +61,7 @@ class Run:
     extra: Sequence[str] = ()
     files: Sequence[str] = ()
     profile: str = DEFAULT_PROFILE
+    run_code: bool = False
 
     def command(self) -> list[str]:
         """The snakemake command line."""
@@ -69,6 +71,7 @@ class Run:
             *("--workflow-profile", str(configs_dir() / "profiles" / self.profile)),
             *self._limits(),
             *("--config", f"experiment={self.experiment}", f"results={self.results}"),
+            *(["run_code=true"] if self.run_code else []),
             *self.extra,
         ]
 
@@ -104,6 +107,7 @@ def launch(run: Run) -> int:
     _check_cores(run.cores)
     _check_profile(run.profile)
     plan = Plan.load(run.experiment, run.results)
+    _check_run_code(plan, run)
     check_writable(plan.root)
     check_writable(STATE)
     with only_run(LOCK, {"experiment": plan.experiment.name}) as handle:
@@ -132,6 +136,19 @@ def _check_profile(profile: str) -> None:
         raise KittyError(
             "The program sbatch is not here: start profile slurm on a machine of the cluster."
         )
+
+
+def _check_run_code(plan: Plan, run: Run) -> None:
+    """Say before anything is measured that some tasks would refuse at their start."""
+    if run.run_code or run.files or run.target in ("accuracy", "analysis", "claims"):
+        return
+    if {"-n", "--dry-run", "--dryrun"} & set(run.extra) or not plan.runs_code():
+        return
+    raise KittyError(
+        f"Experiment {plan.experiment.name!r} has tasks that run code which the model writes "
+        f"({', '.join(plan.runs_code())}): add --run-code if you want that on this machine, or use "
+        "an experiment without them."
+    )
 
 
 def check_writable(folder: Path) -> None:

@@ -237,7 +237,11 @@ def check_device(device: str) -> None:
 
 
 @contextlib.contextmanager
-def enough_memory(device: str, model: str) -> Iterator[None]:
+def enough_memory(
+    device: str,
+    model: str,
+    remedy: str = "use fewer tokens, a smaller dtype, a smaller model or another device",
+) -> Iterator[None]:
     """Turn what torch raises where the memory does not suffice into one sentence.
 
     Raises:
@@ -253,8 +257,7 @@ def enough_memory(device: str, model: str) -> Iterator[None]:
         if not full and "DefaultCPUAllocator" not in str(error):
             raise
         raise KittyError(
-            f"Device {device!r} has too little memory for model {model!r}: use fewer tokens, a "
-            "smaller dtype, a smaller model or another device."
+            f"Device {device!r} has too little memory for model {model!r}: {remedy}."
         ) from error
 
 

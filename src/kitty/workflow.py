@@ -12,10 +12,11 @@ from typing import Any
 from kitty import report
 from kitty.errors import KittyError
 from kitty.experiments import Experiment, load_experiment
-from kitty.jobs import source_of
+from kitty.jobs import source_of, task_job
 from kitty.models import ModelSpec
 from kitty.paths import configs_dir
 from kitty.records import Record, read_record
+from kitty.task_runs import TaskRun
 from kitty.texts import load_passage
 
 
@@ -79,11 +80,24 @@ class Plan:
         for model, passage in self.experiment.analyses():
             record = self.analysis_record(model, passage).relative_to(self.root)
             found.append(Work(str(record), (_model_file(model),)))
+        found += [Work(run.record, (_model_file(run.model),)) for run in self.experiment.task_runs]
         return found
+
+    def task_records(self) -> list[str]:
+        """Paths of all records of downstream tasks."""
+        return [str(self.root / run.record) for run in self.experiment.task_runs]
+
+    def task_run(self, model: str, task: str, method: str, repeat: str) -> TaskRun:
+        """One task run by the names in its path."""
+        return self.experiment.task_run(model, task, method, int(repeat))
 
     def wants_gpu(self) -> bool:
         """Whether the jobs ask for a GPU."""
         return self.experiment.device.startswith("cuda")
+
+    def runs_code(self) -> list[str]:
+        """Names of the tasks that run code which the model writes."""
+        return sorted({run.task.name for run in self.experiment.task_runs if run.task.runs_code})
 
     # Settings: plain data that decides a job's result.
 
@@ -113,6 +127,12 @@ class Plan:
             **self.reference_setting(model, passage),
         }
 
+    def task_setting(self, model: str, task: str, method: str, repeat: str) -> dict[str, Any]:
+        """What a task record depends on."""
+        run = self.task_run(model, task, method, repeat)
+        job = task_job(self.experiment, run, run_code=True)
+        return {**job.decides(), "limit": run.task.limit}
+
     def records(self) -> list[tuple[Path, Record]]:
         """All records of the experiment, and no others that may lie in the folder.
 
@@ -128,7 +148,20 @@ class Plan:
             assert method is not None
             path = self.analysis_record(model, passage)
             found.append((path, self._checked(path, passage, method.to_dict())))
-        return found
+        return found + [self._checked_task(run) for run in self.experiment.task_runs]
+
+    def _checked_task(self, run: TaskRun) -> tuple[Path, Record]:
+        path = self.root / run.record
+        record = read_record(path)
+        job = task_job(self.experiment, run, run_code=True)
+        expected = {
+            "method": (record["method"], job.method.to_dict()),
+            "cache": (record["cache"], run.cache),
+            "number of problems": (record["task"]["limit"], run.task.limit),
+            "data set": (record["task"]["data_sha256"], job.task.to_dict()["data_sha256"]),
+        }
+        self._check_settings(path, expected)
+        return path, record
 
     def _checked(self, path: Path, passage: str, method: dict[str, Any]) -> Record:
         record = read_record(path)
@@ -140,6 +173,10 @@ class Plan:
                 load_passage(self.experiment.passages[passage]).sha256,
             ),
         }
+        self._check_settings(path, expected)
+        return record
+
+    def _check_settings(self, path: Path, expected: dict[str, tuple[Any, Any]]) -> None:
         for what, (measured, wanted) in expected.items():
             if measured != wanted:
                 raise KittyError(
@@ -147,13 +184,16 @@ class Plan:
                     f"{self.experiment.name!r} now asks for: delete the file and run the same "
                     "command again."
                 )
-        return record
 
     # Tables, figures, report.
 
     def tables(self) -> list[str]:
         """Paths of all tables."""
-        names = [*report.table_files(analysis=bool(self.experiment.analyses())), *report.CLAIMS]
+        names = list(report.CLAIMS)
+        if self.experiment.methods:
+            names += report.table_files(analysis=bool(self.experiment.analyses()))
+        if self.experiment.task_runs:
+            names += [*report.task_table_files(), *report.paper_table_files()]
         return [str(self.root / "tables" / name) for name in names]
 
     def claims(self) -> list[str]:
@@ -168,7 +208,11 @@ class Plan:
 
     def figures(self) -> list[str]:
         """Paths of all figures."""
-        names = report.figure_files(analysis=bool(self.experiment.analyses()))
+        names: list[str] = []
+        if self.experiment.methods:
+            names += report.figure_files(analysis=bool(self.experiment.analyses()))
+        if self.experiment.task_runs:
+            names += report.task_figure_files()
         return [str(self.root / "figures" / name) for name in names]
 
     def report(self) -> str:
@@ -178,12 +222,23 @@ class Plan:
     def write_tables(self) -> list[Path]:
         """Write all tables, from the experiment's records alone."""
         records, folder = self.records(), self.root / "tables"
-        paths = report.write_tables(records, folder)
-        return [*paths, *report.write_claims(records, folder, root=self.root)]
+        paths = report.write_claims(records, folder, root=self.root)
+        if self.experiment.methods:
+            paths = [*report.write_tables(records, folder), *paths]
+        if self.experiment.task_runs:
+            paths += report.write_task_tables(records, folder)
+            paths += report.write_paper_tables(records, folder)
+        return paths
 
     def write_figures(self) -> list[Path]:
         """Write all figures, from the experiment's records alone."""
-        return report.write_figures(self.records(), self.root / "figures")
+        records, folder = self.records(), self.root / "figures"
+        paths: list[Path] = []
+        if self.experiment.methods:
+            paths += report.write_figures(records, folder)
+        if self.experiment.task_runs:
+            paths += report.write_task_figures(records, folder)
+        return paths
 
     def write_report(self) -> Path:
         """Write the HTML report, from the experiment's records alone."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kitty.report.paper_tables import paper_table_files, write_paper_tables
     from kitty.report.tables import write_tables
     from kitty.report.task_figures import task_figure_files, write_task_figures
+    from kitty.report.task_tables import task_table_files, write_task_tables
 
 _HOMES = {
     "Results": "data",
@@ -26,6 +27,8 @@ _HOMES = {
     "write_tables": "tables",
     "task_figure_files": "task_figures",
     "write_task_figures": "task_figures",
+    "task_table_files": "task_tables",
+    "write_task_tables": "task_tables",
 }
 
 __all__ = [
@@ -42,6 +45,8 @@ __all__ = [
     "write_paper_tables",
     "write_tables",
     "write_task_figures",
+    "task_table_files",
+    "write_task_tables",
 ]
 
 

@@ -19,6 +19,7 @@ from kitty.methods import Method, load_methods
 from kitty.records import Record, find_records
 
 METRICS = ("nll", "kl", "top1")
+WITHOUT_TEXTS = ("task",)  # kinds of records that make a report without a text
 Source = str | os.PathLike[str] | Iterable[tuple[Path, Record]]
 
 
@@ -131,7 +132,7 @@ def load_results(source: Source) -> Results:
             grouped.setdefault((*_place(record), record["method"]["name"]), []).append(record)
         elif record["kind"] == "analysis":
             analyses[_place(record)] = record
-    if not grouped and not any(record["kind"] == "task" for _, record in records):
+    if not grouped and not any(record["kind"] in WITHOUT_TEXTS for _, record in records):
         raise KittyError(f"There is no quality record in {place}: run the experiment first.")
     cells = {key: _cell(key, group) for key, group in grouped.items()}
     models = sorted({model for model, _, _ in cells})

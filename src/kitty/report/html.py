@@ -28,6 +28,8 @@ from kitty.report.scores import Scores
 from kitty.report.tables import ALL_PASSAGES, BUILDERS, orderings_table, readable
 from kitty.report.task_figures import CAPTIONS as TASK_CAPTIONS
 from kitty.report.task_figures import FIGURE_4, render_tasks
+from kitty.report.task_tables import NOTE as TASK_NOTE
+from kitty.report.task_tables import readable_tasks, task_table
 
 TABLE_NOTES = {
     "summary": (
@@ -92,8 +94,12 @@ def write_html(
         title=title or f"Kitty: {first['experiment']}",
         description=description,
         results=results,
-        headline=_headline(results),
-        sections=[*_sections(results), *_paper_sections(results.records)],
+        headline=_headline(results) if results.cells else [],
+        sections=[
+            *(_sections(results) if results.cells else []),
+            *_paper_sections(results.records),
+            *_metric_sections(results.records),
+        ],
         claims=_claims(results.records, out.parent),
         methods=[_method_row(results, name) for name in results.methods],
         environments=_environments(results.records),
@@ -148,6 +154,24 @@ def _sections(results: Results) -> list[dict[str, Any]]:
             }
         )
     return sections
+
+
+def _metric_sections(records: list[tuple[Path, Record]]) -> list[dict[str, Any]]:
+    """All metrics of downstream tasks, where there are any."""
+    frame = task_table(records)
+    if frame.empty:
+        return []
+    shown = readable_tasks(frame)
+    return [
+        {
+            "id": "task_metrics",
+            "title": "Downstream tasks, all metrics",
+            "image": None,
+            "caption": None,
+            "table": {"columns": list(shown.columns), "rows": shown.to_numpy().tolist()},
+            "note": TASK_NOTE,
+        }
+    ]
 
 
 def _paper_sections(records: list[tuple[Path, Record]]) -> list[dict[str, Any]]:
