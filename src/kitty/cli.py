@@ -55,21 +55,33 @@ bench_app = typer.Typer(
 )
 app.add_typer(eval_app, name="eval")
 app.add_typer(instances_app, name="instances")
-app.command(
-    "submit",
-    epilog="Examples: `kitty submit smoke`, `kitty submit reviewer --cores 8 --gpus 1 --wait`",
-)(submit)
-app.command("compare", epilog="Example: `kitty compare results/smoke results/reference/cpu/smoke`")(
-    compare_records
-)
 app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
 app.add_typer(image_app, name="image")
 app.add_typer(overlay_app, name="overlay")
 app.add_typer(job_app, name="job", hidden=True)
-app.command("claims", epilog="Examples: `kitty claims`, `kitty claims results/paper --markdown`")(
-    claims
-)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from kitty.environment import package_version, revision
+
+        found = revision()
+        version = package_version("kitty") or "of a checkout"
+        print(f"kitty {version}" if found == f"kitty {version}" else f"kitty {version} ({found})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """2-bit KV-cache quantization with dynamic channel-wise precision boost."""
 
 
 def main() -> None:
@@ -176,13 +188,15 @@ def spinner(title: str) -> Iterator[None]:
         yield
 
 
-def show_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
-    """Print a table: with rules on a terminal, tab-separated into a pipe."""
+def show_table(
+    columns: list[str], rows: list[list[str]], title: str | None = None, note: str | None = None
+) -> None:
+    """Print a table: with rules, title and note on a terminal, tab-separated into a pipe."""
     if not sys.stdout.isatty():
         for row in [columns, *rows]:
             print("\t".join(row))
         return
-    table = Table(*columns, title=title)
+    table = Table(*columns, title=title, caption=note)
     for row in rows:
         table.add_row(*row)
     Console().print(table)
@@ -207,7 +221,11 @@ def show_methods(
     every: Annotated[bool, typer.Option("--all", help="Also every point of the sweeps.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the quantization methods."""
+    """List the quantization methods.
+
+    An asterisk in a title marks the paper's variants that keep the first 32 tokens, the sink, in 16
+    bit. Bits per element count scales, zeros and channel lists of full pages.
+    """
     from kitty.methods import load_methods
 
     methods = [m for m in load_methods().values() if every or "%" not in m.title]
@@ -227,7 +245,7 @@ def show_methods(
         rows.append(
             [m.name, m.title, str(m.key_bits), str(m.value_bits), boost, selection, *numbers, held]
         )
-    show_table(columns, rows, "Methods")
+    show_table(columns, rows, "Methods", "* keeps the first tokens (the sink) in 16 bit")
 
 
 @models_app.command("list", epilog="Example: `kitty models list`")
@@ -553,6 +571,20 @@ def doctor(as_json: JsonOption = False) -> None:
         return
     for title, entries in found.items():
         show_table([title, ""], [[name, str(value)] for name, value in entries.items()])
+
+
+# --- commands of their own modules, listed after those above --------------------------------------
+
+app.command(
+    "submit",
+    epilog="Examples: `kitty submit smoke`, `kitty submit reviewer --cores 8 --gpus 1 --wait`",
+)(submit)
+app.command("compare", epilog="Example: `kitty compare results/smoke results/reference/cpu/smoke`")(
+    compare_records
+)
+app.command("claims", epilog="Examples: `kitty claims`, `kitty claims results/paper --markdown`")(
+    claims
+)
 
 
 # --- jobs of the workflow ------------------------------------------------------------------------

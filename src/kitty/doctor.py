@@ -14,8 +14,8 @@ from kitty.models import cache_dir, embedded_folder, find_model, known_models
 OPTIONAL = {
     "snakemake": "the pipeline (`kitty run`)",
     "lm_eval": "downstream tasks",
-    "hqq": "the HQQ baseline",
-    "optimum-quanto": "the Quanto baseline",
+    "hqq": "the HQQ baseline of `kitty bench e2e`",
+    "optimum-quanto": "the Quanto baseline of `kitty bench e2e`",
 }
 GIB = 2**30
 

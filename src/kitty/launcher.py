@@ -27,6 +27,7 @@ from kitty.paths import configs_dir, shipped
 from kitty.site import load_site
 from kitty.workflow import Plan
 
+PROGRAMS = ("snakemake", "kitty.snakemake")
 STATE = Path(".snakemake")  # Snakemake's own folder, below the working directory
 LOCK = STATE / "kitty-run.lock"
 ERROR_MARK = "kitty: error: "
@@ -66,7 +67,7 @@ class Run:
     def command(self) -> list[str]:
         """The snakemake command line."""
         return [
-            *(sys.executable, "-m", "snakemake", *(self.files or [self.target])),
+            *(sys.executable, "-m", "kitty.snakemake", *(self.files or [self.target])),
             *("--snakefile", str(shipped("Snakefile"))),
             *("--workflow-profile", str(configs_dir() / "profiles" / self.profile)),
             *self._limits(),
@@ -113,7 +114,13 @@ def launch(run: Run) -> int:
     with only_run(LOCK, {"experiment": plan.experiment.name}) as handle:
         clear_stale_lock()
         before = log_states(plan.root)
-        status, interrupted = _wait(subprocess.Popen(run.command(), pass_fds=(handle,)))
+        # Held back until the child can answer one (kitty.snakemake), and this process wait for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(run.command(), pass_fds=(handle,))
+            status, interrupted = _wait(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if interrupted and status != 0:
         return INTERRUPTED  # whoever pressed the keys knows why
     if status != 0:
@@ -229,7 +236,7 @@ def _snakemake_here() -> int | None:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
-            is_snakemake = any(Path(os.fsdecode(word)).name == "snakemake" for word in words[:4])
+            is_snakemake = any(Path(os.fsdecode(word)).name in PROGRAMS for word in words[:4])
             if is_snakemake and (process / "cwd").readlink() == here:
                 return int(process.name)
         except OSError:
@@ -254,6 +261,7 @@ def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
     try:
         while True:
             try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 return process.wait(), interrupted
             except KeyboardInterrupt:
                 interrupted = True  # the terminal has sent it to Snakemake as well

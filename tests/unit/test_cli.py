@@ -1,6 +1,7 @@
 """The command line: help with examples, plain output into pipes, one sentence per mistake."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -14,9 +15,15 @@ def kitty(*arguments, cwd=None):
     )
 
 
-@pytest.mark.parametrize("command", ["methods", "run", "eval", "analyze", "report", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("methods", "run", "eval", "analyze", "report", "doctor", "compare", "submit"),
+        *("instances run", "instances status"),
+    ],
+)
 def test_help_shows_an_example(command):
-    answer = kitty(command, "--help")
+    answer = kitty(*command.split(), "--help")
     assert answer.returncode == 0
     assert f"kitty {command}" in answer.stdout.split("Example")[-1]
 
@@ -30,6 +37,17 @@ def test_methods_lists_all_of_them_tab_separated_into_a_pipe():
     assert by_name["kivi-k4v4"][10] == "no: values have 4 bits"
     every = json.loads(kitty("methods", "--all", "--json").stdout)
     assert {"kitty-62.5-variance", "k1v2-sink", "fp16"} <= {method["name"] for method in every}
+
+
+def test_the_asterisk_in_titles_is_explained():
+    assert "*" in kitty("methods").stdout
+    assert "An asterisk in a title marks" in kitty("methods", "--help").stdout
+
+
+def test_version_names_the_package_and_the_revision():
+    answer = kitty("--version")
+    assert answer.returncode == 0
+    assert re.fullmatch(r"kitty \S.*", answer.stdout.strip())
 
 
 def test_doctor_says_what_is_here_and_what_runs_where():

@@ -131,6 +131,28 @@ def test_an_interrupt_ends_the_run_with_130_and_no_reasons(here, monkeypatch, ca
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("seconds", [0, 0.05, 0.5, 1.5, 3])
+def test_an_interrupt_while_snakemake_starts_shows_no_traceback(tmp_path, seconds):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kitty", "run", "tiny"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    while not list(Path("/proc").glob(f"{process.pid}/task/*/children")) or not any(
+        path.read_text().strip() for path in Path("/proc").glob(f"{process.pid}/task/*/children")
+    ):
+        assert process.poll() is None
+        time.sleep(0.005)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal sends it
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [

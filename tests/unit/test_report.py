@@ -349,3 +349,11 @@ def test_two_records_of_the_same_repeat_are_refused(tmp_path):
         write_record(tmp_path / f"{name}.json", quality_record("kitty", [0.1, 0.2]))
     with pytest.raises(KittyError, match="claim the same repeat"):
         load_results(tmp_path)
+
+
+def test_a_report_without_comparable_methods_has_no_section_of_orderings(tmp_path):
+    for method, kl in (("fp16", 0.0), ("kivi-k4v4", 0.1)):
+        write_record(tmp_path / "records" / f"{method}.json", quality_record(method, [kl, kl]))
+    text = write_html(tmp_path / "records", tmp_path / "report.html").read_text()
+    assert 'id="summary"' in text
+    assert "orderings" not in text

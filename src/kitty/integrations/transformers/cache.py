@@ -303,10 +303,19 @@ class KittyCache(KittyCacheBase):
         max_length: reserve pages for sequences of so many tokens at the first call, at addresses
             that stay, so that a CUDA graph can replay the decode step; None grows on demand.
         max_bytes: limit of the page memory; None for the device's.
-        kwargs: as for :class:`KittyCacheBase`.
+        dense_prefill: the first call on an empty sequence is dense 16-bit attention, as in the
+            paper; False shows every query what token-by-token decoding shows it.
+        observer: called after every attention call.
+        overrides: fields of the method to change, such as ``sink=64`` or ``rollback=16``.
 
     Raises:
         KittyError: the packed format cannot hold the method.
+
+    Example:
+        >>> cache = kitty.KittyCache("kitty-pro")
+        >>> kitty.enable(model, "kitty-pro")
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=300)
+        >>> cache.bytes_held()  # what it really occupies, by part
     """
 
     def __init__(
