@@ -115,6 +115,7 @@ class Order:
         container: the image; None: plain processes.
         cores, memory_mb: of all instances together.
         restarts: how often a killed instance is started again in a round.
+        run_code: let tasks run what the model writes.
     """
 
     plan: Plan
@@ -124,6 +125,7 @@ class Order:
     cores: int = 1
     memory_mb: int = 8192
     restarts: int = 2
+    run_code: bool = False
 
     @property
     def folder(self) -> Path:
@@ -296,7 +298,8 @@ def _start(order: Order, instance: Instance, active: int, handle: int) -> subpro
     """Start an instance as the leader of a process group of its own."""
     place = order.place(instance.index)
     command = [
-        *("kitty", "run", order.plan.experiment_argument(), "--files", "files.txt"),
+        *_run_command(order),
+        *("--files", "files.txt"),
         *("--cores", str(max(1, order.cores // active))),
         *("--memory-mb", str(max(1, order.memory_mb // active))),
     ]
@@ -318,6 +321,11 @@ def _start(order: Order, instance: Instance, active: int, handle: int) -> subpro
         )
     instance.pid, instance.state = process.pid, "running"
     return process
+
+
+def _run_command(order: Order) -> list[str]:
+    code = ["--run-code"] if order.run_code else []
+    return ["kitty", "run", order.plan.experiment_argument(), *code]
 
 
 def _inside(order: Order, command: list[str], folder: Path, gpu: bool) -> list[str]:
@@ -410,7 +418,7 @@ def _finish(order: Order, tell: Tell) -> int:
     place = order.folder / "join"  # a Snakemake state of its own, as the instances have
     place.mkdir(exist_ok=True)
     command = [
-        *("kitty", "run", order.plan.experiment_argument()),
+        *_run_command(order),
         *("--results", str(order.results.absolute()), "--cores", str(order.cores)),
     ]
     with (place / "run.log").open("ab") as log:

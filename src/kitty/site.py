@@ -91,10 +91,12 @@ class Wanted:
     minutes: int
 
 
-def single_job(site: Site, plan: Plan, results: str, wanted: Wanted, *, wait: bool) -> list[str]:
+def single_job(
+    site: Site, plan: Plan, results: str, wanted: Wanted, *, wait: bool, run_code: bool = False
+) -> list[str]:
     """The sbatch command line that runs a whole experiment in one job."""
     inner = ["kitty", "run", plan.experiment_argument(), "--results", results]
-    inner += ["--profile", "slurm-single"]
+    inner += ["--profile", "slurm-single", *(["--run-code"] if run_code else [])]
     if site.image is None:
         inner = [sys.executable, "-m", *inner]
     else:

@@ -46,6 +46,9 @@ def run(
     restarts: Annotated[
         int, typer.Option(min=0, help="How often a killed instance is started again.")
     ] = 2,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Let tasks such as HumanEval run the model's code.")
+    ] = False,
 ) -> None:
     """Start instances on disjoint parts of an experiment, watch them, join their records.
 
@@ -69,6 +72,7 @@ def run(
         cores=cores or len(os.sched_getaffinity(0)),
         memory_mb=memory_mb or default_memory_mb(),
         restarts=restarts,
+        run_code=run_code,
     )
     raise typer.Exit(run_instances(order, lambda line: print(line, flush=True)))
 

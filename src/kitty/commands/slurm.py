@@ -20,6 +20,9 @@ def submit(
     minutes: Annotated[
         int, typer.Option(min=1, help="Time limit; at its end the job requeues itself.")
     ] = 240,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Let tasks such as HumanEval run the model's code.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the command, submit nothing.")
@@ -39,7 +42,7 @@ def submit(
 
     plan = Plan.load(experiment, results)
     wanted = Wanted(cores, memory_mb, int(plan.wants_gpu()) if gpus is None else gpus, minutes)
-    command = single_job(load_site(), plan, results, wanted, wait=wait)
+    command = single_job(load_site(), plan, results, wanted, wait=wait, run_code=run_code)
     if show:
         print(shlex.join(command))
         return
