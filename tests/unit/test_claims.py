@@ -469,3 +469,17 @@ def test_a_factor_must_hold_on_every_text():
     assert found.verdict == NOT_REPRODUCED
     found = judged(records("first", 0.10, 0.09), identifier)
     assert found.verdict == CONTRADICTED
+
+
+def test_the_interval_is_over_problems_whose_repeats_are_averaged_first():
+    # each problem is right in one of the two repeats: no problem differs from the mean
+    records = [hub("kitty", 50.0, TASKS["gsm8k"], repeat=i) for i in range(2)]
+    for i, record in enumerate(records):
+        (name,) = record["metrics"]
+        record["seed"] = i
+        record["problems"] = {name: [float(j % 2 == i) for j in range(20)]}
+    score = Scores(with_paths(records), load_paper()).get(QWEN, get_method("kitty"), "gsm8k")
+    assert (score.mean, score.low, score.high) == (50.0, 50.0, 50.0)
+    del records[1]["problems"]
+    score = Scores(with_paths(records), load_paper()).get(QWEN, get_method("kitty"), "gsm8k")
+    assert (score.low, score.high) == pytest.approx((49.6, 50.4))

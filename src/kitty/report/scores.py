@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kitty.errors import KittyError
+from kitty.evaluation.bootstrap import Pages, bootstrap
 from kitty.methods import Method
 from kitty.records import Record
 from kitty.report.data import identity
@@ -32,8 +33,9 @@ class Score:
     Attributes:
         mean: over repeats.
         deviation: largest distance of a repeat from the mean, as the paper gives it.
-        low, high: 95% bounds of a bootstrap over problems, averaged over repeats, which is wider
-            than the interval of the repeats' mean.
+        low, high: 95% bounds of a bootstrap over problems, each problem's score averaged over the
+            repeats. Where a record lacks the scores of single problems: the repeats' own bounds,
+            averaged, which is wider.
         repeats: number of records.
         problems: of one repeat.
         whole: every problem of the task's own data set was asked.
@@ -120,8 +122,7 @@ def score_of(records: Sequence[tuple[Path, Record]]) -> Score:
             kept.setdefault((item[1]["repeat"], item[1]["seed"]), item)
     values = [100 * metric["value"] for _, _, metric in kept.values()]
     mean = sum(values) / len(values)
-    bounds = [[100 * x for x in _bounds(metric)] for _, _, metric in kept.values()]
-    low, high = (sum(column) / len(column) for column in zip(*bounds, strict=True))
+    low, high = _interval(list(kept.values()))
     return Score(
         mean,
         max(abs(value - mean) for value in values),
@@ -134,17 +135,35 @@ def score_of(records: Sequence[tuple[Path, Record]]) -> Score:
     )
 
 
+def _interval(kept: Sequence[tuple[Path, Record, dict[str, Any]]]) -> tuple[float, float]:
+    """95% bounds of the mean over repeats, in percent."""
+    single = [record.get("problems", {}).get(_name(path, record)) for path, record, _ in kept]
+    lengths = {len(scores or ()) for scores in single}
+    if len(lengths) == 1 and min(lengths) > 1:
+        means = [100 * sum(column) / len(column) for column in zip(*single, strict=True)]
+        interval = bootstrap([Pages(means, [1] * len(means))])
+        return interval.low, interval.high
+    bounds = [_bounds(metric) for _, _, metric in kept]
+    low, high = (100 * sum(column) / len(column) for column in zip(*bounds, strict=True))
+    return low, high
+
+
 def _metric(path: Path, record: Record) -> dict[str, Any]:
-    """The metric that stands in tables: the one the task names, or the only one there is."""
+    """The metric that stands in tables."""
+    metric: dict[str, Any] = record["metrics"][_name(path, record)]
+    return metric
+
+
+def _name(path: Path, record: Record) -> str:
+    """Of the metric that stands in tables: the one the task names, or the only one there is."""
     metrics = record["metrics"]
-    name = record["task"].get("metric") or (next(iter(metrics)) if len(metrics) == 1 else None)
+    name: str = record["task"].get("metric") or (next(iter(metrics)) if len(metrics) == 1 else "")
     if name not in metrics:
         raise KittyError(
             f"The record {path} does not say which of {', '.join(metrics)} stands in tables: "
             "delete the file and run the same command again."
         )
-    metric: dict[str, Any] = metrics[name]
-    return metric
+    return name
 
 
 def _bounds(metric: dict[str, Any]) -> tuple[float, float]:
