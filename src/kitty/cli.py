@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kitty.commands import bench as bench_commands
 from kitty.commands.claims import claims
 from kitty.commands.compare import compare_records
 from kitty.commands.image import image_app, overlay_app
@@ -50,8 +51,8 @@ patch_app = typer.Typer(
 app.add_typer(models_app, name="models")
 bench_app = typer.Typer(
     no_args_is_help=True,
-    help="Times on a GPU, against fp16 and against the hardware's limits.",
-    epilog="Example: `kitty bench ops`",
+    help="Time and memory, against fp16 and against the hardware's limits.",
+    epilog="Examples: `kitty bench ops`, `kitty bench e2e`",
 )
 app.add_typer(eval_app, name="eval")
 app.add_typer(instances_app, name="instances")
@@ -536,6 +537,9 @@ def bench_ops(
     raise typer.Exit(run(out, quick=quick, repeats=repeats, commit=None, command=command))
 
 
+bench_app.command("e2e", epilog=bench_commands.E2E_EXAMPLES)(bench_commands.e2e)
+
+
 @patch_app.command("check", epilog="Example: `kitty patch check`")
 def patch_check() -> None:
     """Say whether the patches are applied."""
@@ -686,6 +690,9 @@ def job_analysis(
     write_record(
         out, measure_analysis(setting, loaded.analysis_method, layer=loaded.analysis_layer)
     )
+
+
+job_app.command("latency")(bench_commands.job_latency)
 
 
 @job_app.command("report")

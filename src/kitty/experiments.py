@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kitty.benchmark.latency import POINTS, STEPS, LatencyJob, Workload, parse_bytes
 from kitty.config_files import load_config
+from kitty.benchmark.shapes import find_shape
 from kitty.errors import KittyError
 from kitty.methods import Method, get_method, sweep_name
 from kitty.models import ModelSpec, check_device_name, find_model, num_layers
@@ -57,6 +59,7 @@ class Experiment:
         analysis_method: whose choice of channels is examined.
         analysis_layer: layer shown in full; None: the middle one.
         task_runs: downstream tasks, model × task × method × repeat.
+        latency: every end-to-end measurement.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Experiment:
     analysis_method: Method | None
     analysis_layer: int | None
     task_runs: tuple[TaskRun, ...] = ()
+    latency: tuple[LatencyJob, ...] = ()
 
     def jobs(self) -> list[Job]:
         """Every quality job, in the order of the file."""
@@ -127,6 +131,24 @@ class Experiment:
         if self.analysis_method is None:
             return []
         return [(model, passage) for model in self.models for passage in self.analysis_passages]
+
+    def latency_job(self, model: str, implementation: str, workload: str) -> LatencyJob:
+        """One end-to-end measurement by its names.
+
+        Raises:
+            KittyError: the experiment has no such job.
+        """
+        for job in self.latency:
+            if (job.label, job.implementation, job.workload.name) == (
+                model,
+                implementation,
+                workload,
+            ):
+                return job
+        raise KittyError(
+            f"Experiment {self.name!r} has no latency job {model}/{implementation}/{workload}: its "
+            f"file is {self.source}."
+        )
 
 
 def with_seed(method: Method, seed: int) -> Method:
@@ -212,6 +234,38 @@ def _expand(raw: dict[str, Any], path: Path) -> Experiment:
         else get_method(analysis.get("method", "kitty-pro")),
         analysis_layer=None if analysis is None else analysis.get("layer"),
         task_runs=expand_tasks(raw.get("tasks", {}), models, _included, same_storage, path.stem),
+        latency=_latency(raw, path),
+    )
+
+
+def _latency(raw: dict[str, Any], path: Path) -> tuple[LatencyJob, ...]:
+    """The end-to-end measurements of an experiment file, in its order."""
+    settings = raw.get("latency")
+    if settings is None:
+        return ()
+    dummy = settings.get("dummy_weights", False)
+    budget = settings.get("memory_budget")
+    return tuple(
+        LatencyJob(
+            model=model,
+            label=find_shape(model).name if dummy else find_model(model).name,
+            implementation=implementation,
+            workload=Workload(entry["prompt_tokens"], entry["new_tokens"], batch),
+            mode=settings.get("mode", "full"),
+            points=settings.get("points", POINTS),
+            steps=settings.get("steps", STEPS),
+            memory_budget_bytes=None if budget is None else parse_bytes(budget),
+            sub_batch=entry.get("sub_batch"),
+            dummy_weights=dummy,
+            dtype=settings.get("dtype", raw.get("dtype")),
+            device=settings.get("device", raw.get("device", "cpu")),
+            threads=raw.get("threads", 1),
+            experiment=path.stem,
+        )
+        for model in settings.get("models", raw.get("models", []))
+        for entry in settings["workloads"]
+        for implementation in entry.get("implementations", settings["implementations"])
+        for batch in entry["batches"]
     )
 
 
@@ -261,6 +315,8 @@ def _check(experiment: Experiment) -> Experiment:
             "among its passages."
         )
     check_device_name(experiment.device)
+    for job in experiment.latency:
+        check_device_name(job.device)
     _check_analysis(experiment)
     longest = max(experiment.methods, key=least_tokens, default=None)
     if longest is not None and experiment.tokens < least_tokens(longest):
