@@ -24,6 +24,7 @@ else:
     include: "workflows/accuracy.smk"
     include: "workflows/analysis.smk"
     include: "workflows/tasks.smk"
+    include: "workflows/latency.smk"
     include: "workflows/report.smk"
 
 
@@ -32,6 +33,7 @@ localrules:
     accuracy,
     analysis,
     tasks,
+    latency,
     tables,
     figures,
     report,
@@ -44,8 +46,10 @@ rule all:
         QUALITY,
         ANALYSES,
         TASKS,
+        LATENCIES,
         TABLES,
         FIGURES,
+        LATENCY_FILES,
         REPORT,
 
 
@@ -64,6 +68,12 @@ rule tasks:
         TASKS,
 
 
+rule latency:
+    input:
+        LATENCIES,
+        LATENCY_FILES,
+
+
 rule tables:
     input:
         TABLES,
@@ -72,6 +82,7 @@ rule tables:
 rule figures:
     input:
         FIGURES,
+        [file for file in LATENCY_FILES if file.endswith(FIGURE_SUFFIXES)],
 
 
 rule report:

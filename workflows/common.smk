@@ -26,6 +26,8 @@ wildcard_constraints:
     task="[^/]+",
     method="[^/]+",
     repeat=r"\d+",
+    implementation="[^/]+",
+    workload="[^/]+",
 
 
 try:
@@ -40,6 +42,9 @@ ROOT = str(PLAN.root)
 QUALITY = PLAN.quality_records()
 ANALYSES = PLAN.analysis_records()
 TASKS = PLAN.task_records()
+LATENCIES = PLAN.latency_records()
+LATENCY_FILES = PLAN.latency_files()
+FIGURE_SUFFIXES = (".pdf", ".png")
 TABLES = PLAN.tables()
 CLAIMS = PLAN.claims()
 REFERENCE = PLAN.reference_records()

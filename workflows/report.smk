@@ -6,6 +6,7 @@ rule make_tables:
         QUALITY,
         ANALYSES,
         TASKS,
+        LATENCIES,
         REFERENCE,
     output:
         report(
@@ -51,6 +52,7 @@ rule make_report:
         ANALYSES,
         TASKS,
         REFERENCE,
+        LATENCIES,
     output:
         report(REPORT, caption="captions/report.rst", category="Report"),
     log:

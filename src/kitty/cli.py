@@ -518,7 +518,8 @@ def make_report(
 
     plan = Plan.load(experiment, results)
     with spinner("tables, figures, report"):
-        for path in [*plan.write_tables(), *plan.write_figures(), plan.write_report()]:
+        paths = [*plan.write_tables(), *plan.write_figures(), *plan.write_latency()]
+        for path in [*paths, plan.write_report()]:
             print(path)
 
 
@@ -697,17 +698,18 @@ job_app.command("latency")(bench_commands.job_latency)
 
 @job_app.command("report")
 def job_report(
-    part: Annotated[str, typer.Argument(help="tables, figures or report")],
+    part: Annotated[str, typer.Argument(help="tables, figures, latency or report")],
     experiment: ExperimentOption,
     results: Annotated[str, typer.Option("--results")],
 ) -> None:
-    """Make the tables, the figures or the report from the records."""
+    """Make the tables, the figures, those of latency, or the report from the records."""
     from kitty.workflow import Plan
 
     plan = Plan.load(experiment, results)
     parts = {
         "tables": plan.write_tables,
         "figures": plan.write_figures,
+        "latency": plan.write_latency,
         "report": plan.write_report,
     }
     if part not in parts:

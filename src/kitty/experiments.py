@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kitty.benchmark.latency import POINTS, STEPS, LatencyJob, Workload, parse_bytes
-from kitty.config_files import load_config
 from kitty.benchmark.shapes import find_shape
+from kitty.config_files import load_config
 from kitty.errors import KittyError
 from kitty.methods import Method, get_method, sweep_name
 from kitty.models import ModelSpec, check_device_name, find_model, num_layers

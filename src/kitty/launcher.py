@@ -35,7 +35,17 @@ INTERRUPTED = 128 + signal.SIGINT
 MEMORY_SHARE = 0.8  # of the free memory, given to the jobs together
 GPUS_OF_A_RUN = 1  # jobs take the first GPU that they see, so two at once would share it
 DEFAULT_PROFILE = "default"
-TARGETS = ("all", "accuracy", "analysis", "tasks", "tables", "figures", "report", "claims")
+TARGETS = (
+    "all",
+    "accuracy",
+    "analysis",
+    "tasks",
+    "latency",
+    "tables",
+    "figures",
+    "report",
+    "claims",
+)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,15 @@ class Plan:
         """Paths of all analysis records."""
         return [str(self.analysis_record(*pair)) for pair in self.experiment.analyses()]
 
+    def latency_records(self) -> list[str]:
+        """Paths of all records of end-to-end measurements."""
+        return [str(job.path(self.root)) for job in self.experiment.latency]
+
+    def latency_needs(self, model: str) -> list[str]:
+        """What an end-to-end measurement needs: its model, unless the weights are random."""
+        dummy = any(job.dummy_weights for job in self.experiment.latency)
+        return [] if dummy else [str(self.root / _model_file(model))]
+
     def work(self) -> list[Work]:
         """Every record with what it needs; paths are relative to the experiment's folder."""
         found = [
@@ -81,6 +90,9 @@ class Plan:
             record = self.analysis_record(model, passage).relative_to(self.root)
             found.append(Work(str(record), (_model_file(model),)))
         found += [Work(run.record, (_model_file(run.model),)) for run in self.experiment.task_runs]
+        for job in self.experiment.latency:
+            needs = () if job.dummy_weights else (_model_file(job.label),)
+            found.append(Work(job.record, needs))
         return found
 
     def task_records(self) -> list[str]:
@@ -93,7 +105,8 @@ class Plan:
 
     def wants_gpu(self) -> bool:
         """Whether the jobs ask for a GPU."""
-        return self.experiment.device.startswith("cuda")
+        devices = [self.experiment.device, *(job.device for job in self.experiment.latency)]
+        return any(device.startswith("cuda") for device in devices)
 
     def runs_code(self) -> list[str]:
         """Names of the tasks that run code which the model writes."""
@@ -133,12 +146,27 @@ class Plan:
         job = task_job(self.experiment, run, run_code=True)
         return {**job.decides(), "limit": run.task.limit}
 
+    def latency_setting(self, model: str, implementation: str, workload: str) -> dict[str, Any]:
+        """What the record of an end-to-end measurement depends on."""
+        job = self.experiment.latency_job(model, implementation, workload)
+        return {
+            "model": job.model,
+            "mode": job.mode,
+            "memory_budget": job.memory_budget_bytes,
+            "method": job.method(),
+            **job.settings(),
+        }
+
     def records(self) -> list[tuple[Path, Record]]:
         """All records of the experiment, and no others that may lie in the folder.
 
         Raises:
             KittyError: one is missing, damaged, or was measured with another setting.
         """
+        return [*self.accuracy_records(), *self.checked_latency_records()]
+
+    def accuracy_records(self) -> list[tuple[Path, Record]]:
+        """The records of quality, channels and tasks; raises as :meth:`records` does."""
         found = []
         for job in self.experiment.jobs():
             path = self.root / job.record
@@ -163,6 +191,17 @@ class Plan:
         self._check_settings(path, expected)
         return path, record
 
+    def checked_latency_records(self) -> list[tuple[Path, Record]]:
+        """The records of time and memory; raises as :meth:`records` does."""
+        found = []
+        for job in self.experiment.latency:
+            path = job.path(self.root)
+            record = read_record(path)
+            if (other := job.difference(record)) is not None:
+                raise _other_setting(path, other, self.experiment)
+            found.append((path, record))
+        return found
+
     def _checked(self, path: Path, passage: str, method: dict[str, Any]) -> Record:
         record = read_record(path)
         expected = {
@@ -179,11 +218,7 @@ class Plan:
     def _check_settings(self, path: Path, expected: dict[str, tuple[Any, Any]]) -> None:
         for what, (measured, wanted) in expected.items():
             if measured != wanted:
-                raise KittyError(
-                    f"The record {path} was measured with another {what} than experiment "
-                    f"{self.experiment.name!r} now asks for: delete the file and run the same "
-                    "command again."
-                )
+                raise _other_setting(path, what, self.experiment)
 
     # Tables, figures, report.
 
@@ -215,6 +250,11 @@ class Plan:
             names += report.task_figure_files()
         return [str(self.root / "figures" / name) for name in names]
 
+    def latency_files(self) -> list[str]:
+        """Paths of all tables and figures that hold times."""
+        names = report.latency_files() if self.experiment.latency else []
+        return [str(self.root / "latency" / name) for name in names]
+
     def report(self) -> str:
         """Path of the HTML report."""
         return str(self.root / "report.html")
@@ -232,13 +272,19 @@ class Plan:
 
     def write_figures(self) -> list[Path]:
         """Write all figures, from the experiment's records alone."""
-        records, folder = self.records(), self.root / "figures"
+        records, folder = self.accuracy_records(), self.root / "figures"
         paths: list[Path] = []
         if self.experiment.methods:
             paths += report.write_figures(records, folder)
         if self.experiment.task_runs:
             paths += report.write_task_figures(records, folder)
         return paths
+
+    def write_latency(self) -> list[Path]:
+        """Write the tables and figures of time and memory, from the experiment's records alone."""
+        if not self.experiment.latency:
+            return []
+        return report.write_latency(self.checked_latency_records(), self.root / "latency")
 
     def write_report(self) -> Path:
         """Write the HTML report, from the experiment's records alone."""
@@ -248,6 +294,13 @@ class Plan:
             title=self.experiment.title,
             description=self.experiment.description,
         )
+
+
+def _other_setting(path: Path, what: str, experiment: Experiment) -> KittyError:
+    return KittyError(
+        f"The record {path} was measured with another {what} than experiment "
+        f"{experiment.name!r} now asks for: delete the file and run the same command again."
+    )
 
 
 def _model_file(model: str) -> str:

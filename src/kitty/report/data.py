@@ -19,7 +19,7 @@ from kitty.methods import Method, load_methods
 from kitty.records import Record, find_records
 
 METRICS = ("nll", "kl", "top1")
-WITHOUT_TEXTS = ("task",)  # kinds of records that make a report without a text
+WITHOUT_TEXTS = ("task", "latency")  # kinds of records that make a report without a text
 Source = str | os.PathLike[str] | Iterable[tuple[Path, Record]]
 
 
@@ -119,7 +119,7 @@ def load_results(source: Source) -> Results:
 
     Raises:
         KittyError: the folder is missing, a record is damaged, there is neither a quality nor a
-            task record, or a model lacks a method on a passage.
+            task nor a latency record, or a model lacks a method on a passage.
     """
     if isinstance(source, str | os.PathLike):
         records, place = list(find_records(source)), str(source)

@@ -8,6 +8,15 @@ FIGURES = ("quality", "boost", "attention_error", "channels", "selection")
 FIGURE_FORMATS = ("pdf", "png")
 CLAIMS = ("claims.csv", "claims.md")
 OF_ANALYSIS = ("channels", "selection")  # made only where there are analysis records
+# What holds times lies apart: no two runs of it agree, while tables and figures do byte for byte.
+LATENCY_TABLES = ("latency", "latency_best")
+LATENCY_FIGURES = ("figure5", "break_even")
+
+
+def latency_files() -> list[str]:
+    """Names of the tables and figures of end-to-end measurements."""
+    tables = [f"{name}.{suffix}" for name in LATENCY_TABLES for suffix in TABLE_FORMATS]
+    return tables + [f"{name}.{suffix}" for name in LATENCY_FIGURES for suffix in FIGURE_FORMATS]
 
 
 def table_files(analysis: bool) -> list[str]:

@@ -15,7 +15,7 @@ import jinja2
 import pandas as pd
 
 from kitty.records import Record, write_atomically
-from kitty.report import paper_tables
+from kitty.report import latency, paper_tables
 from kitty.report.claims import judge
 from kitty.report.claims_text import frame as claims_frame
 from kitty.report.claims_text import summary as claims_summary
@@ -97,6 +97,7 @@ def write_html(
         headline=_headline(results) if results.cells else [],
         sections=[
             *(_sections(results) if results.cells else []),
+            *_latency_sections(results.records),
             *_paper_sections(results.records),
             *_metric_sections(results.records),
         ],
@@ -219,6 +220,21 @@ def _claims(records: list[tuple[Path, Record]], folder: Path) -> dict[str, Any]:
         "open": [row for row in rows if not row["records"]],
         "conflicts": load_paper().conflicts,
     }
+
+
+def _latency_sections(records: list[tuple[Path, Record]]) -> list[dict[str, Any]]:
+    """Memory and throughput, where they were measured."""
+    return [
+        {
+            "id": section["id"],
+            "title": section["title"],
+            "image": None if section["png"] is None else _inline(section["png"]),
+            "caption": section["caption"],
+            "table": None if section["frame"] is None else _table(section["frame"]),
+            "note": section["note"],
+        }
+        for section in latency.sections(records)
+    ]
 
 
 def _inline(png: bytes) -> str:

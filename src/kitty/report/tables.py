@@ -29,6 +29,9 @@ SHORT_DIGITS = {
     "difference": 4,
     "accuracy": 2,
     "deviation": 2,
+    "tokens_per_s": 1,
+    "best_tokens_per_s": 1,
+    "batch_ratio": 2,
 }
 
 # Column headings of Markdown and LaTeX; CSV keeps the names.
@@ -64,6 +67,22 @@ HEADINGS = {
     "jaccard_consecutive": "Jaccard, next page",
     "jaccard_first": "Jaccard, first page",
     "jaccard_chance": "Jaccard, chance",
+    "implementation_title": "Implementation",
+    "workload": "Prompt + new",
+    "batch": "Batch",
+    "outcome": "Outcome",
+    "tokens_per_s": "Tokens/s",
+    "prefill_s": "Prefill s",
+    "step_ms_p50": "Step ms",
+    "step_ms_last": "Step ms at the end",
+    "peak_gb": "Peak GB",
+    "cache_gb": "Cache GB",
+    "cache_ratio": "fp16 / cache",
+    "largest_batch": "Largest batch",
+    "best_batch": "Batch of best",
+    "best_tokens_per_s": "Best tokens/s",
+    "batch_ratio": "Batch, to 16 bit",
+    "speed_ratio": "Tokens/s, to 16 bit",
 }
 
 
@@ -299,6 +318,8 @@ def _short(name: str, value: Any) -> str:
     """Two digits for bits and percent, three for shares and NLL, four for KL."""
     if not isinstance(value, float):
         return str(value)
+    if math.isnan(value):
+        return "–"
     return _fixed(value, SHORT_DIGITS.get(name, 3))
 
 
