@@ -20,7 +20,7 @@ def test_twenty_kills_at_random_moments_change_no_byte_of_the_tables(finished, t
             folder.mkdir()
             pipeline = type(finished)(folder)
         # Up to the length of a whole run, so that every stage is hit, its very end included.
-        if pipeline.run_and_kill(moments.uniform(0.2, 25)):
+        if pipeline.run_and_kill(moments.uniform(0.2, 40)):
             kills += 1
             for path in (pipeline.root / "records").rglob("*.json"):
                 if not path.name.startswith("."):

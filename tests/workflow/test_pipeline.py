@@ -12,7 +12,7 @@ import pytest
 
 from kitty.paths import shipped
 from kitty.records import read_record
-from kitty.report import CLAIMS, figure_files, table_files
+from kitty.report import CLAIMS, figure_files, latency_files, table_files
 
 MODEL, PASSAGE = "smollm2-135m-instruct", "python-data-model"
 METHODS = ["fp16", "kivi-k2v2", "kitty-pro"]
@@ -38,6 +38,12 @@ def test_everything_that_an_experiment_promises_is_there(finished):
     }
     assert {path.name for path in (root / "figures").iterdir()} == set(figure_files(analysis=True))
     assert (root / "report.html").stat().st_size > 100_000
+    assert {path.name for path in (root / "latency").iterdir()} == set(latency_files())
+    for implementation in ("hf-dynamic", "kitty-pro"):
+        place = root / "records" / "latency" / MODEL / implementation
+        record = read_record(place / "p32-n8-b1.json")
+        assert record["outcome"] == "ok"
+        assert record["environment"]["threads"] == 1
 
 
 def test_the_quality_table_has_the_promised_columns_and_what_the_records_say(finished):
@@ -68,7 +74,8 @@ def test_a_dry_run_lists_the_jobs_and_makes_nothing(tmp_path, finished):
         line.split() for line in (done.stdout + done.stderr).splitlines() if _is_count(line)
     )
     assert stats["quality"] == "3"
-    assert stats["total"] == "10"
+    assert stats["generation"] == "2"
+    assert stats["total"] == "13"
     assert not (pipeline.root / "records").exists()
 
 

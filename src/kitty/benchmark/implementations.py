@@ -18,7 +18,10 @@ from transformers.cache_utils import HQQQuantizedCache, QuantizedCacheConfig, Qu
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kitty.benchmark.latency import PERIOD, LatencyJob
+from kitty.benchmark.random_cache import fill_random
 from kitty.errors import KittyError
+from kitty.integrations.transformers import KittyCache
+from kitty.integrations.transformers.engine import DecodeEngine
 from kitty.ops import dispatch
 from kitty.pages.accounting import tensor_bytes
 
@@ -37,10 +40,12 @@ class Runner:
     Attributes:
         attention: the attention function that the model must have.
         length: tokens of each sequence in the cache.
+        shrinks: whether ``fill`` can go to fewer tokens than there were.
         fallback_reason: why something runs in a slower way than the implementation's name says.
     """
 
     attention = "sdpa"
+    shrinks = True
 
     def __init__(self, model: Any, job: LatencyJob, batch: int, max_length: int) -> None:
         self.model = model
@@ -59,7 +64,7 @@ class Runner:
         raise NotImplementedError
 
     def fill(self, length: int) -> None:
-        """Hold ``length`` random tokens; what the allocator kept beside them is given back."""
+        """Hold ``length`` random tokens."""
         raise NotImplementedError
 
     def writes_pages(self, length: int) -> bool:
@@ -315,16 +320,15 @@ class KittyEngine(Runner):
     """Kitty's decode engine with a packed or a 16-bit cache."""
 
     attention = "kitty"
+    shrinks = False
 
     def __init__(self, model: Any, job: LatencyJob, batch: int, max_length: int) -> None:
         super().__init__(model, job, batch, max_length)
-        from kitty.integrations.transformers import KittyCache
-        from kitty.integrations.transformers.engine import DecodeEngine
-
         method = job.entry.method
         assert method is not None
         self.cache = KittyCache(method, max_length=max_length)
-        self.engine = DecodeEngine(model, self.cache, graph=job.graph, compile=job.compiled)
+        graph = job.graph is not False
+        self.engine = DecodeEngine(model, self.cache, graph=graph, compile=job.compiled)
 
     def prefill(self, ids: Tensor) -> Tensor:
         """See :class:`Runner`."""
@@ -336,11 +340,14 @@ class KittyEngine(Runner):
         """See :class:`Runner`."""
         logits: Tensor = self.engine.step(tokens)
         self.length += 1
+        self.fallback_reason = self.engine.fallback_reason
+        if "out of memory" in (self.fallback_reason or ""):  # the graph had no room
+            raise torch.cuda.OutOfMemoryError(self.fallback_reason)
         return logits
 
     def fill(self, length: int) -> None:
         """See :class:`Runner`."""
-        self.cache.fill_random(length, self.batch)
+        fill_random(self.cache, length)
         self.length = length
 
     def writes_pages(self, length: int) -> bool:

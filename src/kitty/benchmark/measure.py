@@ -44,6 +44,7 @@ from kitty.records import SCHEMA_VERSION, Record
 
 SEED = 0
 WARM_PROMPT, WARM_BATCH = 200, 2  # of the run that compiles and loads what the timed one needs
+COUNTED_STEPS = 2  # after all that is timed, under the profiler
 SEGMENTS = 8  # into which the steps of a full run are grouped in a record
 DENSE_BYTES = 2  # of an element of a 16-bit cache
 # What else than torch's own exception says that memory ran out.
@@ -283,7 +284,8 @@ def _run(job: LatencyJob, progress: Progress) -> dict[str, Any]:
         _warm_up(job, model)
         progress.stage = "cache"
         clock.reset_peaks()
-        runner = runner_class(job)(model, job, job.workload.batch, job.workload.total)
+        room = job.workload.total + COUNTED_STEPS
+        runner = runner_class(job)(model, job, job.workload.batch, room)
         progress.stage = "prefill"
         ids = prompts(model.config, job.workload, model.device)
         tokens, prefill_s = clock.seconds(lambda: greedy(runner.prefill(ids)))
@@ -307,7 +309,7 @@ def _run(job: LatencyJob, progress: Progress) -> dict[str, Any]:
             **runner.counters(),
         },
         "samples": [sample.to_record() for sample in samples],
-        "fallback_reason": runner.fallback_reason or runner.unexpected,
+        "fallback_reason": runner.unexpected or runner.fallback_reason,
         "unexpected_fallback": runner.unexpected is not None,
     }
 
@@ -348,7 +350,7 @@ def _full(
         times[0] = times[1]
     cache_bytes = runner.cache_bytes()
     samples = [_grouped(runner, first + begin, times[begin:end]) for begin, end in _segments(count)]
-    _count_launches(job, runner, tokens, clock, progress)
+    _count_launches(runner, tokens, clock, progress)
     return samples, times, cache_bytes
 
 
@@ -372,31 +374,29 @@ def _grouped(runner: Runner, length: int, times: list[float]) -> Steps:
 def _sampled(
     job: LatencyJob, runner: Runner, tokens: Tensor, clock: Clock, progress: Progress
 ) -> tuple[list[Steps], list[float], dict[str, int]]:
-    """Time steps at some lengths, the largest first: that is where memory runs out."""
+    """Time steps at some lengths; where that can be, the largest first, which needs most memory."""
     starts = sample_starts(job.workload, job.points, job.steps, runner.writes_pages)
     samples: list[Steps] = []
     cache_bytes: dict[str, int] = {}
-    for start in reversed(starts):
+    for start in reversed(starts) if runner.shrinks else starts:
         runner.fill(start - WARM_STEPS)
         clock.reset_peaks()
         _, tokens = clock.steps(runner, tokens, WARM_STEPS)
         times, tokens = clock.steps(runner, tokens, job.steps)
         clock.note_peaks(progress.peaks)
         samples.append(_grouped(runner, start, times))
-        cache_bytes = cache_bytes or runner.cache_bytes()
-    _count_launches(job, runner, tokens, clock, progress)
-    samples.reverse()
+        if start == starts[-1]:
+            cache_bytes = runner.cache_bytes()
+    _count_launches(runner, tokens, clock, progress)
+    samples.sort(key=lambda sample: sample.length)
     curve = [(sample.length, sample.mean) for sample in samples]
     times = step_times(job.workload, curve) if len(curve) > 1 else []
     return samples, times, cache_bytes
 
 
-def _count_launches(
-    job: LatencyJob, runner: Runner, tokens: Tensor, clock: Clock, progress: Progress
-) -> None:
+def _count_launches(runner: Runner, tokens: Tensor, clock: Clock, progress: Progress) -> None:
     """Kernels of a step, after everything else: the profiler slows what comes after it."""
-    if clock.cuda and job.workload.new_tokens > 2:
-        runner.fill(job.workload.prompt_tokens)  # where there is room for two more
+    if clock.cuda:
         with contextlib.suppress(RuntimeError):  # a machine may not let itself be profiled
             progress.launches = count_launches(lambda: runner.step(tokens))
 
