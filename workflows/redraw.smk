@@ -8,6 +8,7 @@ except KittyError as error:
     raise WorkflowError(str(error)) from None
 
 QUALITY, ANALYSES, TASKS, REPORT, CLAIMS = [], [], [], [], []
+LATENCIES, LATENCY_FILES = [], []
 TABLES, FIGURES = REDRAW.tables(), REDRAW.figures()
 
 

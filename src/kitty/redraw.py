@@ -12,6 +12,7 @@ from pathlib import Path
 from kitty import report
 from kitty.record_sets import RecordSet, record_sets
 from kitty.records import Record, write_atomically
+from kitty.report.files import latency_figures, latency_tables
 
 FOLDER = "redrawn"  # below the results folder
 Records = list[tuple[Path, Record]]
@@ -58,6 +59,14 @@ def _tabulate_ops(records: Records, folder: Path) -> None:
     write_atomically(folder / "ops.csv", to_csv(records[0][1]["metrics"]["rows"]).encode())
 
 
+def _draw_latency(records: Records, folder: Path) -> None:
+    report.write_latency(records, folder / "latency", latency_figures())
+
+
+def _tabulate_latency(records: Records, folder: Path) -> None:
+    report.write_latency(records, folder / "latency", latency_tables())
+
+
 FIGURES = (
     Family(
         ("quality", "analysis"),
@@ -65,6 +74,7 @@ FIGURES = (
         lambda records, folder: report.write_figures(records, folder / "figures"),
     ),
     Family(("ops",), lambda _: ["ops.pdf", "ops.png"], _draw_ops),
+    Family(("latency",), lambda _: [f"latency/{x}" for x in latency_figures()], _draw_latency),
 )
 TABLES = (
     Family(
@@ -73,6 +83,7 @@ TABLES = (
         lambda records, folder: report.write_tables(records, folder / "tables"),
     ),
     Family(("ops",), lambda _: ["ops.csv"], _tabulate_ops),
+    Family(("latency",), lambda _: [f"latency/{x}" for x in latency_tables()], _tabulate_latency),
 )
 
 

@@ -147,7 +147,7 @@ def latency_record(
         "outcome": "ok" if ok else "out_of_memory",
         **({} if ok else {"stage": "cache"}),
         "metrics": metrics if ok else {},
-        "cache_bytes": {"key_pages": 600, "buffers": 400, "total": 1000} if ok else {},
+        "cache_bytes": {"key_pages": 600, "buffers": 400} if ok else {},
         "cache_bytes_16bit": 5000,
         "counters": {"dense_fallbacks": 0, "graph_replays": 7},
         "fallback_reason": None,

@@ -29,7 +29,7 @@ def experiment(tmp_path, **changes):
 def test_a_shipped_experiment_is_sound(name):
     loaded = load_experiment(name)
     assert loaded.name == name
-    records = [job.record for job in (*loaded.jobs(), *loaded.task_runs)]
+    records = [job.record for job in (*loaded.jobs(), *loaded.task_runs, *loaded.latency)]
     assert len(records) == len(set(records)) > 0
 
 

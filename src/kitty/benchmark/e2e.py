@@ -209,7 +209,7 @@ def line(outcome: Outcome) -> str:
     peak = metrics["peak_reserved_bytes"]
     if peak is not None:
         parts.append(f"{peak / 1e9:.2f} GB reserved")
-    held = record["cache_bytes"]["total"]
+    held = sum(record["cache_bytes"].values())
     parts.append(f"cache {held / 1e9:.3g} GB, fp16/{record['cache_bytes_16bit'] / held:.2f}")
     if record["fallback_reason"] and record["environment"]["gpu"]:
         parts.append(f"fell back: {record['fallback_reason']}")

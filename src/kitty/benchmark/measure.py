@@ -300,7 +300,7 @@ def _run(job: LatencyJob, progress: Progress) -> dict[str, Any]:
         metrics["first_step_ms"] = round(progress.first_step_ms, 4)
     return {
         "metrics": metrics,
-        "cache_bytes": cache_bytes | {"total": sum(cache_bytes.values())},
+        "cache_bytes": cache_bytes,
         "counters": {
             "kernel_launches_per_step": progress.launches,
             "op_kernels": dispatch.calls["kernel"],

@@ -20,9 +20,7 @@ def fill_random(cache: KittyCache, length: int) -> None:
     cache.pretend(length)
     pool = cache.state.pool
     for index, layer in enumerate(cache.state.layers):
-        keys, values = (
-            pages.storage(index) for pages in (cache.state.pool.keys, cache.state.pool.values)
-        )
+        keys, values = pool.keys.storage(index), pool.values.storage(index)
         for words in (keys.words, keys.high, values.words):
             words.random_(-(2**15), 2**15)
         for meta in (keys.meta, values.meta):

@@ -13,10 +13,19 @@ LATENCY_TABLES = ("latency", "latency_best")
 LATENCY_FIGURES = ("figure5", "break_even")
 
 
+def latency_tables() -> list[str]:
+    """Names of the tables of end-to-end measurements."""
+    return [f"{name}.{suffix}" for name in LATENCY_TABLES for suffix in TABLE_FORMATS]
+
+
+def latency_figures() -> list[str]:
+    """Names of the figures of end-to-end measurements."""
+    return [f"{name}.{suffix}" for name in LATENCY_FIGURES for suffix in FIGURE_FORMATS]
+
+
 def latency_files() -> list[str]:
-    """Names of the tables and figures of end-to-end measurements."""
-    tables = [f"{name}.{suffix}" for name in LATENCY_TABLES for suffix in TABLE_FORMATS]
-    return tables + [f"{name}.{suffix}" for name in LATENCY_FIGURES for suffix in FIGURE_FORMATS]
+    """Names of both."""
+    return latency_tables() + latency_figures()
 
 
 def table_files(analysis: bool) -> list[str]:

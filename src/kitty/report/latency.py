@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from kitty.benchmark.latency import IMPLEMENTATIONS, title_of
 from kitty.records import Record, write_atomically
 from kitty.report.figures import INK, MARKERS, TEXT_WIDTH, drawn
-from kitty.report.files import LATENCY_FIGURES, LATENCY_TABLES, latency_files
+from kitty.report.files import latency_files
 from kitty.report.tables import to_csv, to_latex, to_markdown
 
 OWN, PEER = "kitty-pro", "kitty-fp16"  # whose speed is compared, and the 16-bit cache beside it
@@ -130,8 +130,9 @@ def latency_table(runs: Runs) -> pd.DataFrame:
 
 
 def _row(setting: Setting, record: Record) -> dict[str, Any]:
-    name, metrics, held = record["implementation"], record["metrics"], record["cache_bytes"]
+    name, metrics = record["implementation"], record["metrics"]
     fits = record["outcome"] == "ok"
+    held = sum(record["cache_bytes"].values()) if fits else None
     peak = peak_bytes(record) if fits else None
     return {
         "model": setting.model,
@@ -153,8 +154,8 @@ def _row(setting: Setting, record: Record) -> dict[str, Any]:
         },
         "peak_gb": _float(peak, GB),
         "reserved_gb": _float(metrics.get("peak_reserved_bytes"), GB),
-        "cache_gb": _float(held.get("total"), GB),
-        "cache_ratio": _float(record["cache_bytes_16bit"] if fits else None, held.get("total", 1)),
+        "cache_gb": _float(held, GB),
+        "cache_ratio": _float(record["cache_bytes_16bit"] if held else None, held or 1),
         "memory_budget_gb": _float(record["memory_budget_bytes"], GB),
         "fallback": record.get("fallback_reason") or "",
     }
@@ -335,12 +336,15 @@ def _legend(figure: Figure, axes: Any) -> None:
 # --- files and sections --------------------------------------------------------------------------
 
 
-def write_latency(source: Iterable[tuple[Path, Record]], out_dir: str | Path) -> list[Path]:
+def write_latency(
+    source: Iterable[tuple[Path, Record]], out_dir: str | Path, files: Sequence[str] | None = None
+) -> list[Path]:
     """Write tables and figures of an experiment's latency records.
 
     Args:
         source: (path, record) pairs; other kinds are left out.
-        out_dir: folder for the files of :func:`kitty.report.latency_files`.
+        out_dir: folder for the files.
+        files: some of :func:`kitty.report.files.latency_files`; None: all.
 
     Raises:
         KittyError: the folder cannot be written.
@@ -348,12 +352,11 @@ def write_latency(source: Iterable[tuple[Path, Record]], out_dir: str | Path) ->
     runs = group(source)
     texts = {"csv": to_csv, "md": to_markdown, "tex": to_latex}
     paths = []
-    for file in latency_files():
+    for file in latency_files() if files is None else files:
         name, suffix = file.rsplit(".", 1)
-        if name in LATENCY_TABLES:
+        if name in BUILDERS:
             content = texts[suffix](BUILDERS[name](runs)).encode()
         else:
-            assert name in LATENCY_FIGURES
             content = drawn(_drawn(name, runs), suffix)
         path = Path(out_dir) / file
         write_atomically(path, content)
