@@ -12,7 +12,9 @@ rule generation:
     # nothing else runs beside it, or the times would be those of a busy machine
     threads: workflow.cores or EXPERIMENT.threads
     resources:
-        mem_mb=EXPERIMENT.memory_mb,
+        mem_mb=memory_mb,
+        runtime=minutes,
+        gpu=GPU,
     params:
         experiment=SOURCE,
         setting=lambda wildcards: PLAN.latency_setting(**wildcards),

@@ -81,7 +81,11 @@ class Plan:
         return [] if dummy else [str(self.root / _model_file(model))]
 
     def work(self) -> list[Work]:
-        """Every record with what it needs; paths are relative to the experiment's folder."""
+        """Every record with what it needs; paths are relative to the experiment's folder.
+
+        Without those of time and memory: they are not made beside anything else, but by the run
+        that joins the others' records.
+        """
         found = [
             Work(job.record, (_model_file(job.model), _reference_file(job.model, job.passage)))
             for job in self.experiment.jobs()
@@ -90,9 +94,6 @@ class Plan:
             record = self.analysis_record(model, passage).relative_to(self.root)
             found.append(Work(str(record), (_model_file(model),)))
         found += [Work(run.record, (_model_file(run.model),)) for run in self.experiment.task_runs]
-        for job in self.experiment.latency:
-            needs = () if job.dummy_weights else (_model_file(job.label),)
-            found.append(Work(job.record, needs))
         return found
 
     def task_records(self) -> list[str]:
