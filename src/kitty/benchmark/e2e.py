@@ -11,12 +11,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kitty.benchmark.latency import LatencyJob
 from kitty.errors import KittyError
@@ -74,14 +75,15 @@ def run_job(job: LatencyJob, root: Path) -> Outcome:
     return _in_a_process(job, path)
 
 
-def _in_a_process(job: LatencyJob, path: Path) -> Outcome:
+def _in_a_process(job: LatencyJob, path: Path, start: str = "forkserver") -> Outcome:
     # the parts of torch that are loaded must not have looked for a GPU before the fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
+    context: Any = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload([PRELOAD])
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, path, send), name=job.workload.name)
-    with receive:
+    with receive, _ended_by_sigterm():
         process.start()
         send.close()
         kind, text = "crash", ""
@@ -93,11 +95,30 @@ def _in_a_process(job: LatencyJob, path: Path) -> Outcome:
             process.terminate()
             process.join()
             raise
+    if kind == "touched":  # the server has used the GPU, which a fork cannot share
+        return _in_a_process(job, path, "spawn")
     if kind == "done":
         return Outcome(job, read_record(path))
     if kind == "mistake":
         return Outcome(job, None, text, mistake=True)
     return Outcome(job, None, text or _end(process.exitcode))
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within, SIGTERM ends this process by an exception, so that no measurement outlives it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(code: int | None) -> str:
@@ -112,9 +133,15 @@ def _end(code: int | None) -> str:
 def _work(job: LatencyJob, path: Path, send: Connection) -> None:
     """What the process does: measure, write, and say how it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
+        import torch
+
         from kitty.benchmark.measure import measure
 
+        if job.device.startswith("cuda") and torch.cuda._is_in_bad_fork():
+            send.send(("touched", ""))
+            return
         write_record(path, measure(job))
         send.send(("done", ""))
     except KittyError as error:

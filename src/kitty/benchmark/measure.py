@@ -45,6 +45,7 @@ from kitty.records import SCHEMA_VERSION, Record
 SEED = 0
 WARM_PROMPT, WARM_BATCH = 200, 2  # of the run that compiles and loads what the timed one needs
 COUNTED_STEPS = 2  # after all that is timed, under the profiler
+ROOM_MULTIPLE = 16  # a static cache of another length costs sdpa a padded copy of the mask
 SEGMENTS = 8  # into which the steps of a full run are grouped in a record
 DENSE_BYTES = 2  # of an element of a 16-bit cache
 # What else than torch's own exception says that memory ran out.
@@ -284,7 +285,7 @@ def _run(job: LatencyJob, progress: Progress) -> dict[str, Any]:
         _warm_up(job, model)
         progress.stage = "cache"
         clock.reset_peaks()
-        room = job.workload.total + COUNTED_STEPS
+        room = -(-(job.workload.total + COUNTED_STEPS) // ROOM_MULTIPLE) * ROOM_MULTIPLE
         runner = runner_class(job)(model, job, job.workload.batch, room)
         progress.stage = "prefill"
         ids = prompts(model.config, job.workload, model.device)
