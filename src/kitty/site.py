@@ -1,4 +1,4 @@
-"""The cluster that jobs are sent to: site settings, and what its scheduler says of itself.
+"""The cluster that jobs are sent to: site settings, and the share of a node that a job has.
 
 The SLURM profiles read this, so that account, partition and image stand in one small file.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,17 +47,6 @@ def load_site() -> Site:
         # a relative path counts from the site file, wherever Snakemake is started
         found["image"] = str(image if image.is_absolute() else path.absolute().parent / image)
     return Site(**found)
-
-
-def keeps_accounts() -> bool:
-    """Whether the cluster has an accounting database, which sacct reads."""
-    try:
-        answer = subprocess.run(
-            ["scontrol", "show", "config"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return True
-    return "accounting_storage/none" not in answer.stdout
 
 
 def allocated_cores(environ: Mapping[str, str] = os.environ) -> str:
