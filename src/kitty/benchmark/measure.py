@@ -187,7 +187,7 @@ def limit_memory(job: LatencyJob) -> bool:
     budget = job.memory_budget_bytes
     if budget is None or not job.device.startswith("cuda"):
         return False
-    device = torch.device(job.device)
+    device = torch.device(job.device).index or 0  # torch wants a number here
     total = torch.cuda.get_device_properties(device).total_memory
     if budget > total:
         raise KittyError(
