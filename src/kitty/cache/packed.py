@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -382,6 +383,13 @@ class PackedLayer:
         self.layer = layer
         self.buffers: Buffers | None = None
         self._index = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a weak reference is not followed when a cache is copied, and cannot be saved
+        return {**self.__dict__, "_state": self.state}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields, _state=weakref.ref(fields["_state"]))
 
     @property
     def state(self) -> PackedState:
