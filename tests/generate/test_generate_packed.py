@@ -15,16 +15,6 @@ from kitty.pages import tensor_bytes
 PRO = kitty.get_method("kitty-pro")
 PAST_FLUSHES = PRO.sink + 3 * PRO.page_size + 5  # tokens that fill three key pages
 
-MODES = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "group beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "sampling": {"do_sample": True, "num_return_sequences": 2},
-}
-CASES = [(name, "greedy") for name in CONFIGS] + [
-    (name, mode) for name in ("llama", "gemma3") for mode in MODES if mode != "greedy"
-]
-
 
 def both(name: str, method=PRO, **kwargs) -> tuple[Tensor, Tensor]:
     """The same generation through the packed and through the simulated cache, in fp32."""
@@ -38,10 +28,12 @@ def both(name: str, method=PRO, **kwargs) -> tuple[Tensor, Tensor]:
     return outputs[0], outputs[1]
 
 
-@pytest.mark.parametrize(("name", "mode"), CASES)
-def test_the_packed_cache_generates_what_the_simulation_does(name: str, mode: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_packed_cache_generates_what_the_simulation_does_with_the_papers_buffers(
+    name: str,
+) -> None:
     ids, mask = prompt(5, 190)
-    packed, simulated = both(name, ids=ids, mask=mask, max_new_tokens=PAST_FLUSHES, **MODES[mode])
+    packed, simulated = both(name, ids=ids, mask=mask, max_new_tokens=PAST_FLUSHES)
     assert torch.equal(packed, simulated)
 
 

@@ -45,7 +45,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
         query_pre_attn_scalar=16,
         attn_logit_softcapping=None,  # sdpa, the oracle, ignores it
     ),
-    "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=20, query_pre_attn_scalar=16),
+    "gemma3": Gemma3TextConfig(
+        **GROUPED,
+        sliding_window=20,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "phi3": Phi3Config(**{**SHAPE, "num_key_value_heads": 2, "hidden_size": 64}),
     "gpt-neox": GPTNeoXConfig(**{**SHAPE, "hidden_size": 64}),
 }
