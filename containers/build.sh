@@ -4,6 +4,8 @@
 # BASE        docker, debootstrap, or a SIF of Debian 12; default: docker where its registry answers, else
 #             debootstrap where that is installed
 # MIRROR      where debootstrap finds Debian (default: what apt of this machine uses, else deb.debian.org)
+# REUSE       an image built before, whose packages and model serve again where lock file and patches are
+#             the same, so that a change of the code takes little time
 # BUILD_ARGS  further arguments of `apptainer build`
 #
 # pip inside the build gets this machine's PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS (a folder)
@@ -72,6 +74,13 @@ if [ -f "${PIP_CERT:-}" ]; then
     pip_args+=" --cert /media/$(basename "$PIP_CERT")"
 fi
 arguments+=(--build-arg "PIP_ARGS=$pip_args")
+if [ -n "${REUSE:-}" ]; then
+    [ -f "$REUSE" ] || fail "The image $REUSE, to be reused, does not exist: name one that was built before."
+    parts=$(mktemp -d)
+    trap 'rm -rf "$parts"' EXIT
+    apptainer exec "$REUSE" tar -C /opt -cf - venv kitty/cache | tar -C "$parts" -xf -
+    binds+=("$parts:/srv")
+fi
 for bind in ${binds[@]+"${binds[@]}"}; do arguments+=(--bind "$bind"); done
 
 if revision=$(git rev-parse HEAD 2> /dev/null); then
@@ -81,5 +90,5 @@ fi
 
 echo "building $image ($flavour) on $base" >&2
 # shellcheck disable=SC2086  # a list of arguments
-exec apptainer build --force "${pack[@]}" \
+apptainer build --force "${pack[@]}" \
     "${arguments[@]}" ${BUILD_ARGS:-} "$image" kitty.def

@@ -53,8 +53,8 @@ if [ -d /kitty ] && [ "$KITTY_STATE" != /kitty ]; then
     unset part
 fi
 
-# The image's own Python, whatever the host's settings are.
-unset PYTHONPATH PYTHONHOME PYTHONSTARTUP
+# The image's own Python, whatever the host's settings are. (Apptainer forgets an unset.)
+export PYTHONPATH= PYTHONHOME= PYTHONSTARTUP=
 export PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 export LC_ALL=C.UTF-8 MPLBACKEND=Agg
 export PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin

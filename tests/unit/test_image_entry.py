@@ -88,6 +88,14 @@ def test_the_callers_own_config_is_joined_not_replaced(started):
     assert [word for word in command if word.startswith("experiment=")] == ["experiment=tiny"]
 
 
+def test_records_that_only_the_image_has_are_found_in_it(started, tmp_path):
+    words = ("snakemake", "figures", "--config", "records=results/reference")
+    own = shipped("pyproject.toml").parent / "results" / "reference"
+    assert f"records={own}" in started(*words)
+    (tmp_path / "results" / "reference").mkdir(parents=True)
+    assert "records=results/reference" in started(*words)
+
+
 def test_the_callers_own_snakefile_and_profile_stand(started):
     command = started("snakemake", "-s", "mine.smk", "--workflow-profile", "mine")
     assert "--snakefile" not in command

@@ -136,7 +136,7 @@ def snakemake_command(words: Sequence[str], experiment: str | None) -> list[str]
         words: arguments of the caller.
         experiment: to be run; None: the caller has named one.
     """
-    words = list(words)
+    words = [own_records(word) for word in words]
     if experiment is not None:
         add_config(words, f"experiment={experiment}")
     defaults = [
@@ -165,6 +165,14 @@ def given(word: str, names: Sequence[str]) -> bool:
         if len(name) == 2 and word.startswith(name) and word[2:].replace("all", "0").isdigit():
             return True
     return False
+
+
+def own_records(word: str) -> str:
+    """``records=PATH`` of the caller's ``--config``, where only the image has such a folder."""
+    name, _, path = word.partition("=")
+    if name != "records":
+        return word
+    return f"{name}={inside(path, shipped('pyproject.toml').parent)}"
 
 
 def config_value(words: Sequence[str], key: str) -> str | None:
