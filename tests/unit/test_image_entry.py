@@ -45,7 +45,7 @@ def option(command, name):
 
 def test_snakemake_all_gets_the_images_snakefile_profile_cores_and_experiment(started, capsys):
     command = started("snakemake", "all")
-    assert command[:4] == ["python3", "-m", "snakemake", "all"]
+    assert command[:4] == ["python3", "-m", "kitty.snakemake", "all"]
     assert option(command, "--snakefile") == str(shipped("Snakefile"))
     assert option(command, "--workflow-profile").endswith("profiles/default")
     assert option(command, "--cores") == "all"

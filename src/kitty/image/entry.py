@@ -39,7 +39,7 @@ snakemake runs the experiment {experiment!r} here; --config experiment=NAME name
 Results are written to results/, caches to .kitty/, both in the working directory.
 Any other command of the image works too: apptainer run {image} python3 mine.py
 """
-SNAKEMAKE = ["python3", "-m", "snakemake"]
+SNAKEMAKE = ["python3", "-m", "kitty.snakemake"]
 QUIET_SNAKEMAKE = {"-h", "--help", "-v", "--version"}  # say something and end
 # Options with which Snakemake measures nothing, so that a run in the same folder is no obstacle.
 LOOKS_ONLY = {
