@@ -61,6 +61,7 @@ def test_models_list_names_the_papers_models():
     assert "Qwen/Qwen3-32B" in kitty("models", "list").stdout
 
 
+TINY_E2E = ["bench", "e2e", "--model-config", "qwen3-8b", "--dummy-weights", "-i", "hf-dynamic"]
 MISTAKES = [
     (["eval", "--method", "nope"], "Method 'nope' is not known"),
     (["eval", "--method", "kitty", "--boost-ratio", "1.5"], "boost_ratio is 1.5"),
@@ -92,6 +93,26 @@ MISTAKES = [
     (["eval", "--device", "meta"], "Device 'meta' is not known"),
     (["eval", "--reference", "/proc/nowhere/ref.safetensors"], "/proc/nowhere cannot be written"),
     (["eval", "--reference", "."], ". is a folder"),
+    (["bench", "e2e", "-i", "vllm"], "Implementation 'vllm' is not known: use one of hf-dynamic"),
+    (["bench", "e2e", "--batch", "4,0"], "Batch '0' is no positive whole number"),
+    (["bench", "e2e", "--new", "1"], "new_tokens of the workload is 1"),
+    (["bench", "e2e", "--memory-budget", "lots"], "Memory budget 'lots' is no size"),
+    (["bench", "e2e", "--model-config", "qwen3-8b"], "add --dummy-weights"),
+    (["bench", "e2e", "--model-config", "gpt-9", "--dummy-weights"], "config 'gpt-9' is not"),
+    (["bench", "e2e", "--device", "auto"], "Device 'auto' is none"),
+    (["bench", "e2e", "--device", "cuda:99", "--out", "OUT"], "Device 'cuda:99'"),
+    (["bench", "e2e", "--out", "/proc/nowhere"], "/proc/nowhere cannot be written"),
+    (
+        [*TINY_E2E, "--memory-budget", "1MB", "--out", "OUT"],
+        "budget is 1000000 bytes, but the weights of 'qwen3-8b' alone take 32762941440",
+    ),
+    (
+        [
+            *("job", "latency", "--experiment", "tiny", "--model", "a", "--implementation", "b"),
+            *("--workload", "c", "--results", "r"),
+        ],
+        "no latency job a/b/c",
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""End-to-end measurements: what may be asked for, the arithmetic, shapes, and the experiment file."""
+"""End-to-end measurements: what may be asked for, the arithmetic, shapes, experiment files."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ def test_batches_are_positive_whole_numbers() -> None:
         ({"mode": "sampled", "points": 0}, "at least one length"),
         ({"steps": 65}, "use 1 to 64"),
         ({"sub_batch": 0}, "sub_batch is 0"),
+        ({"device": "auto"}, "Device 'auto' is none"),
     ],
 )
 def test_what_cannot_be_measured_is_told_at_once(wrong: dict, told: str) -> None:

@@ -161,6 +161,11 @@ class LatencyJob:
                 f"A sampled run at {self.points} lengths needs at least one length and "
                 f"{least + 1} new tokens, not {self.workload.new_tokens}: use the full mode."
             )
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise KittyError(
+                f"Device {self.device!r} is none that one run can be measured on: use cpu, cuda, "
+                "or cuda:1 …"
+            )
         if self.sub_batch is not None and self.sub_batch < 1:
             raise KittyError(f"sub_batch is {self.sub_batch}, but must be at least 1.")
 

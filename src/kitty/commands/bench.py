@@ -113,8 +113,6 @@ def e2e(
     ]
     for job in jobs:
         check_installed(job)
-    if memory_budget is not None and not device.startswith("cuda"):
-        _say(f"note: the memory budget is recorded but not enforced on {device}")
     check_writable(out.absolute())
     if largest:
         outcomes = []
@@ -128,6 +126,8 @@ def e2e(
         outcomes = bench.run_all(jobs, out, _say)
     if as_json:
         print(json.dumps(bench.summary(outcomes), indent=2, sort_keys=True))
+    if memory_budget is not None and not device.startswith("cuda"):
+        _say(f"note: the memory budget is recorded but not enforced on {device}")
     for outcome in outcomes:
         if outcome.unexpected:
             _say(f"{bench.label(outcome.job)}: unexpected fall-back: {outcome.unexpected}")

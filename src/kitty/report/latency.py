@@ -24,6 +24,17 @@ from kitty.report.tables import to_csv, to_latex, to_markdown
 
 OWN, PEER = "kitty-pro", "kitty-fp16"  # whose speed is compared, and the 16-bit cache beside it
 GB = 1e9
+COLORS = (  # of the palette: the strongest for Kitty-Pro and what it is held against
+    "kitty-pro",
+    "kitty-fp16",
+    "kitty",
+    "hf-dynamic",
+    "hf-static",
+    "hf-quanto-int4",
+    "hf-dynamic-gqa",
+    "hf-static-graph",
+    "hf-hqq-int4",
+)
 
 TITLES = {
     "figure5": "Memory and throughput",
@@ -229,7 +240,7 @@ def draw_figure5(runs: Runs) -> Figure:
         right.set_ylabel("new tokens per second")
         for panel in (left, right):
             _batch_axis(panel, by_name)
-            panel.set_ylim(bottom=0)
+            panel.set_ylim(0, 1.06 * panel.get_ylim()[1])
     _legend(figure, axes)
     return figure
 
@@ -256,7 +267,7 @@ def draw_break_even(runs: Runs) -> Figure:
         for panel in (left, right):
             panel.axhline(1, color=INK, lw=1, ls=(0, (4, 2)))
             panel.grid(axis="y")
-            panel.set_ylim(bottom=0)
+            panel.set_ylim(0, 1.06 * panel.get_ylim()[1])
             sns.despine(ax=panel)
     _legend(figure, axes)
     return figure
@@ -292,7 +303,7 @@ def _look(name: str) -> dict[str, Any]:
     """Colour, marker and label of an implementation, the same in every figure."""
     index = list(IMPLEMENTATIONS).index(_plain(name))
     return {
-        "color": sns.color_palette("colorblind")[index % 10],
+        "color": sns.color_palette("colorblind")[COLORS.index(_plain(name))],
         "marker": MARKERS[index % len(MARKERS)],
         "ls": "--" if "+" in name else "-",
         "ms": 4.2,
