@@ -12,7 +12,6 @@ from types import ModuleType
 PAGES = {"G": 128, "D": 128, "D_BOOST": 32, "BLOCK_D": 128}
 GROUPS = {"GROUP": 128, "BLOCK_GROUP": 128}
 NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}
-QUANTIZE = {"num_warps": 4, "enable_fp_fusion": False}
 APPEND = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 128}
 KEY_PAGE_TYPES = {
     "p_key_words": "*i16",
@@ -33,29 +32,38 @@ STORAGE_TYPES = {"p_words": "*i16", "p_high": "*i16", "p_meta": "*fp16", "p_boos
 
 
 def _quantize_keys(name: str, dtype: str = "fp16", **changes: object) -> dict:
+    def choices(module: ModuleType) -> tuple[dict, dict]:
+        constants = {**PAGES, "UNPAGED": 32, "SINK": 32, "SELECTION": "magnitude", "ASM": True}
+        constants |= changes
+        return _with_options(module, constants, module.KEY_OPTIONS, constants["BLOCK_D"])
+
     return {
         "name": f"quantize_keys{name}",
         "module": "kitty.ops.quantize_pages.kernel",
         "kernel": "quantize_keys_kernel",
         "types": {"p_k": f"*{dtype}", **STORAGE_TYPES, **LENGTH_TYPES},
-        "constants": {
-            **PAGES,
-            "UNPAGED": 32,
-            "SINK": 32,
-            "SELECTION": "magnitude",
-            "UNROLL": 1,
-            **changes,
-        },
-        "options": QUANTIZE,
+        "constants": choices,
+        "options": {},
     }
+
+
+def _with_options(
+    module: ModuleType, constants: dict, options: dict, block_d: int | None
+) -> tuple[dict, dict]:
+    """The op's options, those of its constants apart."""
+    options = {**options, "enable_fp_fusion": False}
+    constants["UNROLL"] = options.pop("UNROLL")
+    if block_d is not None:
+        constants["STEP"] = module.rows_at_once(constants["G"], block_d, options["num_warps"])
+    return constants, options
 
 
 def _quantize_values(name: str, dtype: str = "fp16", **changes: int) -> dict:
     def choices(module: ModuleType) -> tuple[dict, dict]:
-        constants = {"G": 128, "D": 128, **GROUPS, "UNPAGED": 160, "SINK": 32, "UNROLL": 1}
-        constants.update(changes)
+        constants = {"G": 128, "D": 128, **GROUPS, "UNPAGED": 160, "SINK": 32, "ASM": True}
+        constants |= changes
         cap = {"maxnreg": module.VALUE_REGISTERS} if constants["D"] <= 128 else {}
-        return constants, {**QUANTIZE, **cap}
+        return _with_options(module, constants, {**module.VALUE_OPTIONS, **cap}, None)
 
     return {
         "name": f"quantize_values{name}",
@@ -90,7 +98,9 @@ def _append(name: str, dtype: str = "fp16", **changes: object) -> dict:
             "VALUE_RING": 257,
             "RAGGED": False,
             "SELECTION": "magnitude",
+            "STEP": 8,
             "UNROLL": 1,
+            "ASM": True,
             **changes,
         },
         "options": APPEND,

@@ -43,7 +43,8 @@ class Case:
     page_size: int = 128
     heads: int = 2
     lengths: tuple[int, ...] = (266, 131)  # a value page and a key page just complete
-    special: bool = True
+    special: bool = True  # outliers, ties, subnormal numbers
+    unclean: bool = True  # NaN and inf too, in every page
 
     @property
     def method(self) -> Method:
@@ -65,7 +66,8 @@ class Case:
     def __str__(self) -> str:
         parts = [f"d{self.head_dim}", f"boost{self.boost_ratio:g}", self.selection]
         parts += [str(self.dtype).removeprefix("torch."), f"s{self.sink}", f"g{self.page_size}"]
-        return "-".join([*parts, f"r{self.rollback}"])
+        parts.append(f"r{self.rollback}")
+        return "-".join(parts if self.unclean else [*parts, "clean"])
 
 
 CASES = [
@@ -80,6 +82,8 @@ CASES = [
     Case(boost_ratio=0.01, lengths=(140, 3)),
     Case(selection="random", heads=3, rollback=2),
     Case(selection="variance", special=False),
+    Case(unclean=False),
+    Case(head_dim=80, boost_ratio=0.5, dtype=torch.bfloat16, unclean=False),
 ]
 
 
@@ -97,8 +101,12 @@ def random_tokens(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tenso
         k[..., 11] *= 2e4
         k[..., 12] = torch.where(k[..., 12] < 0, -0.0, 0.0)
         k[..., 13] *= 2.0**-22  # subnormal
+        # four steps of fp16 from the least to the largest, and the third of that rounds to one
+        k[..., 10] = (torch.arange(shape[1]) % 5 * 2.0**-24)[:, None]
+        v[:, 4::11] = torch.arange(case.head_dim) % 5 * 2.0**-24
         v[:, ::3] = v[:, ::3] * 300
         v[:, 1::7] = 0.5
+    if case.special and case.unclean:
         for x in (k, v):
             x[:, 20::31, :, 3] = torch.inf
             x[:, 21::37, :, 4] = -torch.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -16,17 +17,17 @@ import kitty.ops
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 CASE = Case(head_dim=32, heads=1, lengths=(150, 131), sink=3, window=7)
+CLEAN = dataclasses.replace(CASE, unclean=False)
 SCALE = "tl.store(p_meta + o_c, b_scale.to"
 ZERO = "tl.store(p_meta + D + o_c, b_zero.to"
+CAREFUL_KEYS = "if unclean > 0:\n        b_low"
+CAREFUL_VALUES = "if unclean > 0:\n            tl.debug"
 QUANTIZE = {
-    "key planes in reverse": (("b_code << (4 * i_plane)", "b_code << (28 - 4 * i_plane)"),),
-    "value planes in reverse": (("b_code << (2 * i_plane)", "b_code << (14 - 2 * i_plane)"),),
-    "one plane flipped": (
-        ("b_code << (2 * i_plane)", "(b_code ^ (i_plane // 7 * 3)) << (2 * i_plane)"),
-    ),
-    "low and high plane swapped": (
-        ("gathered_fields(b_nibbles >> 2)", "gathered_fields(b_nibbles)"),
-    ),
+    "key planes in reverse": (("PLANE * ROWS,", "(7 - PLANE) * ROWS,"),),
+    "value planes in reverse": (("+ i_plane * ROWS\n", "+ (7 - i_plane) * ROWS\n"),),
+    "one plane flipped": (("b_words.to(tl.int16)", "(b_words ^ 0xC000).to(tl.int16)"),),
+    "halves of a row swapped": (("p_word + HALF, b_words2.to", "p_word + HALF, b_words.to"),),
+    "low and high plane swapped": (("tl.trans((b_fields >> 16)", "tl.trans(b_fields"),),
     "page shifted by a token": (("+ SINK + i_page * G", "+ SINK + i_page * G - 1"),),
     "key scale and zero swapped": (
         (SCALE, SCALE.replace("b_scale", "b_zero")),
@@ -42,9 +43,11 @@ QUANTIZE = {
         ("tl.where(boosted, BOOST_TOP,", "tl.where(boosted, 3.0,"),
     ),
     "list of boosted channels off by one": (("axis=0) - b_count", "axis=0) - b_count + 1"),),
-    "inf and NaN not noticed": (("if unclean > 0:", "if unclean > 1:"),),
-    "inf and NaN in values not noticed": (("b_largest) > 0:", "b_largest) > 1:"),),
-    "-0.0 stored": (("tl.where(empty, 0.0, b_low) + 0.0", "tl.where(empty, 0.0, b_low)"),),
+    "inf and NaN not noticed": ((CAREFUL_KEYS, CAREFUL_KEYS.replace("0", "1")),),
+    "inf and NaN in values not noticed": ((CAREFUL_VALUES, CAREFUL_VALUES.replace("0", "1")),),
+    "subnormal key scales not noticed": (("axis=0) > LARGEST", "axis=0) > 1e9 * LARGEST"),),
+    "subnormal value scales not noticed": (("(b_inverse > LARGEST", "(b_inverse > 1e9 * LARGEST"),),
+    "-0.0 stored": (("b_low += 0.0", "b_low += -0.0"),),
 }
 APPEND = {
     "pages one token too late": (("num_pages(before, KEY", "num_pages(before - 1, KEY"),),
@@ -85,11 +88,17 @@ def _mutated(
     return module
 
 
+def _check_both(device: str) -> None:
+    """Pages with NaN and inf and pages without take different paths."""
+    check_quantize_pages(CASE, device)
+    check_quantize_pages(CLEAN, device)
+
+
 @pytest.mark.parametrize("mutation", QUANTIZE)
 def test_a_broken_quantize_kernel_is_noticed(mutation: str, tmp_path, monkeypatch, device) -> None:
     _mutated("quantize_pages", QUANTIZE[mutation], tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
-        check_quantize_pages(CASE, device)
+        _check_both(device)
 
 
 @pytest.mark.parametrize("mutation", APPEND)
@@ -110,4 +119,4 @@ def test_a_broken_dequantize_kernel_is_noticed(
 
 def test_an_unchanged_kernel_loaded_the_same_way_passes(tmp_path, monkeypatch, device) -> None:
     _mutated("quantize_pages", (), tmp_path, monkeypatch)
-    check_quantize_pages(CASE, device)
+    _check_both(device)

@@ -5,8 +5,7 @@ ring slots of the tokens that go into pages. Nearly all calls of a decode find n
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from __future__ import annotations
+# No postponed annotations: the interpreter of Triton 3.0 knows tl.constexpr only as a class.
 
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from kitty.ops.quantize_pages.kernel import (
     as_int32,
     quantize_key_page,
     quantize_value_page,
+    rows_at_once,
 )
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ def append_kernel(
     VALUE_RING: tl.constexpr,
     RAGGED: tl.constexpr,
     SELECTION: tl.constexpr,
+    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Grid (H, B)."""
     i_h = tl.program_id(0)
@@ -144,7 +146,9 @@ def append_kernel(
                 BLOCK_D,
                 KEY_RING,
                 SELECTION,
+                STEP,
                 UNROLL,
+                ASM,
             )
     first = num_pages(paged, VALUE_UNPAGED, G)
     last = num_pages(before, VALUE_UNPAGED, G)
@@ -164,6 +168,7 @@ def append_kernel(
                 BLOCK_GROUP,
                 VALUE_RING,
                 UNROLL,
+                ASM,
             )
 
     tl.debug_barrier()  # every thread has read the ring before any overwrites it
@@ -186,16 +191,16 @@ def append_kernel(
 
 
 def launch_append(
-    k: Tensor,
-    v: Tensor,
-    keys: KeyPages,
-    values: ValuePages,
-    key_table: Tensor,
-    value_table: Tensor,
-    buffers: Buffers,
-    seq_lens: Tensor,
-    paged_lens: Tensor,
-    num_new: Tensor | None,
+    k: "Tensor",
+    v: "Tensor",
+    keys: "KeyPages",
+    values: "ValuePages",
+    key_table: "Tensor",
+    value_table: "Tensor",
+    buffers: "Buffers",
+    seq_lens: "Tensor",
+    paged_lens: "Tensor",
+    num_new: "Tensor | None",
     *,
     sink: int,
     window: int,
@@ -209,6 +214,7 @@ def launch_append(
     batch, heads, num_tokens, head_dim = k.shape
     page_size = keys.words.shape[2] * 8
     group = min(head_dim, page_size)
+    block_d = triton.next_power_of_2(head_dim)
     append_kernel[(heads, batch)](
         k,
         v,
@@ -231,7 +237,7 @@ def launch_append(
         G=page_size,
         D=head_dim,
         D_BOOST=keys.high.shape[-1],
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=block_d,
         GROUP=group,
         BLOCK_GROUP=triton.next_power_of_2(group),
         BLOCK_T=min(MAX_BLOCK_T, triton.next_power_of_2(num_tokens)),
@@ -242,7 +248,9 @@ def launch_append(
         VALUE_RING=buffers.value_ring.shape[2],
         RAGGED=num_new is not None,
         SELECTION=selection,
+        STEP=rows_at_once(page_size, block_d, num_warps),
         UNROLL=1,
+        ASM=k.is_cuda,
         num_warps=num_warps,
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=False,

@@ -20,8 +20,7 @@ largest scale, so P·scale stays below 2^15 without losing small values to subno
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from __future__ import annotations
+# No postponed annotations: the interpreter of Triton 3.0 knows tl.constexpr only as a class.
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -717,15 +716,15 @@ def launch_plan(queries_per_kv: int, num_tokens: int, head_dim: int) -> Plan:
 
 
 def launch_decode(
-    query: Tensor,
-    keys: KeyPages,
-    values: ValuePages,
-    key_table: Tensor,
-    value_table: Tensor,
-    buffers: Buffers,
-    seq_lens: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    query: "Tensor",
+    keys: "KeyPages",
+    values: "ValuePages",
+    key_table: "Tensor",
+    value_table: "Tensor",
+    buffers: "Buffers",
+    seq_lens: "Tensor",
+    out: "Tensor",
+    lse: "Tensor",
     *,
     sink: int,
     window: int,

@@ -1,8 +1,7 @@
 """Triton kernels of dequantize_pages: the paper's Algorithm 1, whole pages back to 16 bit."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from __future__ import annotations
+# No postponed annotations: the interpreter of Triton 3.0 knows tl.constexpr only as a class.
 
 from typing import TYPE_CHECKING
 
@@ -112,7 +111,9 @@ def dequantize_values_kernel(
             tl.store(p_out + i_plane * (ROWS * D) + o_word, b_x, mask=m_c)
 
 
-def launch_dequantize_keys(keys: KeyPages, index: Tensor, table: Tensor, out: Tensor) -> None:
+def launch_dequantize_keys(
+    keys: "KeyPages", index: "Tensor", table: "Tensor", out: "Tensor"
+) -> None:
     """Launch one program per page and head of ``table`` ``[B, P]``."""
     batch, num_pages = table.shape
     heads, word_rows, head_dim = keys.words.shape[1:]
@@ -137,7 +138,7 @@ def launch_dequantize_keys(keys: KeyPages, index: Tensor, table: Tensor, out: Te
     )
 
 
-def launch_dequantize_values(values: ValuePages, table: Tensor, out: Tensor) -> None:
+def launch_dequantize_values(values: "ValuePages", table: "Tensor", out: "Tensor") -> None:
     """Launch one program per page and head of ``table`` ``[B, P]``."""
     batch, num_pages = table.shape
     heads, word_rows, head_dim = values.words.shape[1:]

@@ -1,8 +1,7 @@
 """Triton kernel of merge_states: one program joins the parts of one query."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from __future__ import annotations
+# No postponed annotations: the interpreter of Triton 3.0 knows tl.constexpr only as a class.
 
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,7 @@ def merge_states_kernel(
         tl.store(p_total + i_n, tl.where(empty, float("-inf"), top + tl.log2(total) * LN_2))
 
 
-def launch_merge_states(outputs: Tensor, lse: Tensor, out: Tensor, total: Tensor) -> None:
+def launch_merge_states(outputs: "Tensor", lse: "Tensor", out: "Tensor", total: "Tensor") -> None:
     """Launch the kernel on contiguous ``[..., S, D]`` and ``[..., S]``."""
     num_parts, head_dim = outputs.shape[-2:]
     block_s = min(256, triton.next_power_of_2(num_parts))

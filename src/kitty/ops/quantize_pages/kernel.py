@@ -1,17 +1,17 @@
 """Triton kernels of quantize_pages; append quantizes its pages with the same two functions.
 
-A page is read plane by plane (G/8 tokens, all channels): fields of one word come from the same
-thread, so packing needs no exchange. Keys are read twice (statistics, codes), the second time out
-of the cache; values once. A program holds UNROLL planes at a time, never a page: fully unrolled,
-the compiler hoists all loads and its registers leave room for few programs.
+Fields of one word come from the same thread, so packing needs no exchange. Keys are read twice
+(statistics, codes), the second time out of the cache, STEP rows at a time; values once, plane by
+plane (G/8 tokens). No program holds a page: its registers would leave room for few programs.
 
-Instructions per element set the speed, so the fast path has no test for NaN and inf: they show in
-its minima, maxima or magnitudes, and such a page is done again with care.
+Instructions per element and waiting for other warps set the speed. So programs are small, and the
+fast path has no test for NaN, inf and codes out of range: NaN and inf show in its minima and
+maxima, only a subnormal scale lets a code out of range, and such a page is done again with care.
+With ASM, inline assembly does in one instruction what takes several otherwise.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from __future__ import annotations
+# No postponed annotations: the interpreter of Triton 3.0 knows tl.constexpr only as a class.
 
 from typing import TYPE_CHECKING
 
@@ -30,84 +30,198 @@ FP16_MAX = tl.constexpr(65504.0)
 LOW_TOP = tl.constexpr(3.0)  # highest code of 2 bits
 BOOST_TOP = tl.constexpr(15.0)  # highest code of 4 bits
 N_PLANES = tl.constexpr(8)
-VALUE_REGISTERS = 72  # of a thread, at most
+# measured on an H200 with D = G = 128 (docs/kernels.md)
+KEY_OPTIONS = {"UNROLL": 8, "num_warps": 2}
+VALUE_OPTIONS = {"UNROLL": 1, "num_warps": 4}
+VALUE_REGISTERS = 56  # of a thread, at most: room for more programs on a multiprocessor
+LARGEST_INVERSE = tl.constexpr(16384.0)  # of a normal scale
 FIXED_POINT = tl.constexpr(16777216.0)  # 2^24: fp16 numbers are multiples of 2^-24
 
 
 @triton.jit
-def load_rows(p_x, rows, stride_t, mask, o_c):
-    """Rows of a plane as fp32 ``[G/8, BLOCK_D]``: as stored, and rounded to fp16, saturated."""
-    raw = tl.load(p_x + rows.to(tl.int64)[:, None] * stride_t + o_c[None, :], mask=mask, other=0.0)
-    b_raw = raw.to(tl.float32)
-    if p_x.dtype.element_ty == tl.float16:
-        b_x = b_raw
-    else:
-        b_x = tl.minimum(tl.maximum(b_raw, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
-    return b_raw, b_x
-
-
-@triton.jit
-def plane_rows(first, i_plane, o_t, ROWS: tl.constexpr, RING: tl.constexpr):
-    """Row numbers of a plane's tokens; in a ring of ``RING`` slots unless that is 0."""
-    rows = first + i_plane * ROWS + o_t
+def load_rows(p_x, row, MORE: tl.constexpr, stride_t, o_t, mask, o_c, RING: tl.constexpr):
+    """Rows ``row + MORE + o_t``, ``[len(o_t), BLOCK_D]``; slots of a ring unless RING is 0."""
     if RING > 0:
-        rows = rows % RING
-    return rows
-
-
-@triton.jit
-def extremes(b_low, b_high, b_raw, b_x, CAREFUL: tl.constexpr):
-    """Running minimum and maximum. Fast: NaN and inf show in them; careful: both are left out."""
-    if CAREFUL:
-        finite = tl.abs(b_raw) < float("inf")
-        b_low = tl.minimum(b_low, tl.where(finite, b_x, float("inf")))
-        b_high = tl.maximum(b_high, tl.where(finite, b_x, float("-inf")))
-    else:
-        b_low = tl.minimum(b_low, b_raw, propagate_nan=tl.PropagateNan.ALL)
-        b_high = tl.maximum(b_high, b_raw, propagate_nan=tl.PropagateNan.ALL)
-    return b_low, b_high
+        o_x = ((o_t + (row + MORE)) % RING).to(tl.int64) * stride_t
+    else:  # in parts that loops have in common
+        p_x += row.to(tl.int64) * stride_t + tl.full((), MORE, tl.int64) * stride_t
+        o_x = o_t.to(tl.int64) * stride_t
+    return tl.load(p_x + o_x[:, None] + o_c[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def saturated(b_x):
-    """fp32 rounded to fp16, saturated; monotone, so it may follow a minimum or maximum."""
-    return tl.minimum(tl.maximum(b_x, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
+    """Rounded to fp16, saturated, as fp32; monotone, so it may follow a minimum or maximum."""
+    b_y = b_x.to(tl.float32)
+    if b_x.dtype != tl.float16:
+        b_y = tl.minimum(tl.maximum(b_y, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
+    return b_y
 
 
 @triton.jit
-def scale_zero(b_low, b_high, b_top):
+def extreme(b_x, p_x):
+    """A minimum or maximum, as fp32, of what is at ``p_x``: rounded to fp16, saturated."""
+    if p_x.dtype.element_ty != tl.float16:
+        b_x = saturated(b_x)
+    return b_x
+
+
+@triton.jit
+def finite(b_raw):
+    """Whether numbers are neither NaN nor inf."""
+    return tl.abs(b_raw.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def lower(a, b, ASM: tl.constexpr):
+    """Minimum, NaN if one is NaN; with ASM of 16-bit numbers, two in one instruction."""
+    if ASM and a.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.float16, True, 2
+        )
+    elif ASM and a.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.bfloat16, True, 2
+        )
+    else:  # the interpreter compares the bits of bf16
+        return least_of_two(a.to(tl.float32), b.to(tl.float32))
+
+
+@triton.jit
+def higher(a, b, ASM: tl.constexpr):
+    """Maximum, NaN if one is NaN; with ASM of 16-bit numbers, two in one instruction."""
+    if ASM and a.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.float16, True, 2
+        )
+    elif ASM and a.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.bfloat16, True, 2
+        )
+    else:
+        return most_of_two(a.to(tl.float32), b.to(tl.float32))
+
+
+@triton.jit
+def least_of_two(a, b):
+    """For reductions: minimum, NaN if one is NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def most_of_two(a, b):
+    """For reductions: maximum, NaN if one is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def least(b_x, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """Minimum along an axis; -inf or NaN if there is a NaN."""
+    if ASM:
+        return tl.reduce(b_x, AXIS, least_of_two)
+    else:  # the interpreter is fast only at the plain reductions, which skip NaN
+        return tl.min(tl.where(b_x == b_x, b_x, float("-inf")), axis=AXIS)
+
+
+@triton.jit
+def most(b_x, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """Maximum along an axis; inf or NaN if there is a NaN."""
+    if ASM:
+        return tl.reduce(b_x, AXIS, most_of_two)
+    else:
+        return tl.max(tl.where(b_x == b_x, b_x, float("inf")), axis=AXIS)
+
+
+@triton.jit
+def statistics_of_two(low_a, high_a, sum_a, low_b, high_b, sum_b):
+    """For reductions: minimum, maximum and sum at once."""
+    return least_of_two(low_a, low_b), most_of_two(high_a, high_b), sum_a + sum_b
+
+
+@triton.jit
+def scale_zero(b_low, b_high, b_top, b_part, ASM: tl.constexpr):
     """Scale, zero and inverse scale of groups with extremes ``b_low``, ``b_high``; all fp32.
 
-    Groups without a finite element have low > high: scale and zero become 0. No scale of 2 or
-    4 bits reaches 65504, so none needs saturation.
+    ``b_part`` is 1 / ``b_top``. No scale of 2 or 4 bits reaches 65504, so none needs saturation.
+    The assembly rounds as a division does: a quotient by 3 or 15 and an inverse of an fp16 number
+    are exact after one correction by their remainder (all of them were tried).
     """
-    empty = b_low > b_high
-    b_low = tl.where(empty, 0.0, b_low) + 0.0  # -0.0 is stored as +0.0
-    b_high = tl.where(empty, 0.0, b_high)
-    b_scale = tl.div_rn(b_high - b_low, b_top).to(tl.float16).to(tl.float32) + 0.0
-    b_divisor = tl.where(b_scale == 0.0, 1.0, b_scale)
-    b_inverse = tl.where(b_scale == 0.0, 0.0, tl.div_rn(tl.zeros_like(b_divisor) + 1.0, b_divisor))
+    b_range = b_high - b_low
+    b_low += 0.0  # -0.0 is stored as +0.0
+    if ASM:
+        b_scale = b_range * b_part
+        b_scale = tl.fma(tl.fma(-b_scale, b_top, b_range), b_part, b_scale)
+        b_scale = b_scale.to(tl.float16).to(tl.float32)
+        b_inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_scale], tl.float32, True, 1
+        )
+        b_inverse = tl.fma(tl.fma(-b_scale, b_inverse, 1.0), b_inverse, b_inverse)
+        b_inverse = tl.where(b_scale == 0.0, 0.0, b_inverse)
+    else:
+        b_scale = tl.div_rn(b_range, b_top).to(tl.float16).to(tl.float32)
+        b_inverse = tl.where(b_scale == 0.0, 1.0, b_scale)
+        b_inverse = tl.div_rn(tl.zeros_like(b_inverse) + 1.0, b_inverse)
+        b_inverse = tl.where(b_scale == 0.0, 0.0, b_inverse)
     return b_scale, b_low, b_inverse
 
 
 @triton.jit
-def codes_of(b_raw, b_x, b_zero, b_inverse, b_top, CAREFUL: tl.constexpr):
-    """Codes as int32; truncation is floor, because what it truncates is ≥ 0."""
-    b_code = tl.minimum((b_x - b_zero) * b_inverse + 0.5, b_top)
-    if CAREFUL:
-        b_code = tl.maximum(b_code, 0.0)
-        b_code = tl.where(b_raw > float("-inf"), b_code, 0.0)  # NaN and -inf
-        b_code = tl.where(b_raw == float("inf"), b_top, b_code)
-    return b_code.to(tl.int32)
+def filled(b_low, b_high):
+    """Extremes of groups; those without a finite element (low > high) get 0."""
+    empty = b_low > b_high
+    return tl.where(empty, 0.0, b_low), tl.where(empty, 0.0, b_high)
 
 
 @triton.jit
-def gathered_fields(b_x):
-    """Bits 0 and 1 of each of the 8 nibbles of ``b_x``, side by side: a word."""
-    b_x = b_x & 0x33333333
-    b_x = (b_x | (b_x >> 2)) & 0x0F0F0F0F
-    b_x = (b_x | (b_x >> 4)) & 0x00FF00FF
-    return ((b_x | (b_x >> 8)) & 0xFFFF).to(tl.int16)
+def with_codes(
+    b_packed,
+    b_raw,
+    b_zero,
+    b_inverse,
+    b_top,
+    BITS: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Shift int32 ``b_packed`` by BITS and put the codes of ``b_raw`` behind.
+
+    Fast: no code can exceed ``b_top``, unless the scale is subnormal. The assembly multiplies by
+    the least fp32 number, rounding down: the bits of the product are the code.
+    """
+    b_code = (saturated(b_raw) - b_zero) * b_inverse + 0.5
+    if CAREFUL:
+        b_code = tl.maximum(tl.minimum(b_code, b_top), 0.0)
+        b_code = tl.where(b_raw.to(tl.float32) > float("-inf"), b_code, 0.0)  # NaN and -inf
+        b_code = tl.where(b_raw.to(tl.float32) == float("inf"), b_top, b_code)
+    if ASM:
+        b_code = tl.inline_asm_elementwise(
+            "{ .reg .f32 x; mul.rz.f32 x, $1, 0f00000001; mov.b32 $0, x; }",
+            "=r,f",
+            [b_code],
+            tl.int32,
+            True,
+            1,
+        )
+    else:
+        b_code = b_code.to(tl.int32)  # truncation is floor, because what it truncates is ≥ 0
+    return (b_packed << BITS) + b_code
+
+
+@triton.jit
+def sorted_fields(b_x, ASM: tl.constexpr):
+    """Nibbles of int32 ``b_x`` taken apart: bits 0 and 1 of each below, bits 2 and 3 above."""
+    b_t = (b_x ^ (b_x >> 2)) & 0x0C0C0C0C
+    b_x = b_x ^ b_t ^ (b_t << 2)
+    b_t = (b_x ^ (b_x >> 4)) & 0x00F000F0
+    b_x = b_x ^ b_t ^ (b_t << 4)
+    if ASM:
+        b_x = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x3120;", "=r,r", [b_x], tl.int32, True, 1
+        )
+    else:
+        b_t = (b_x ^ (b_x >> 8)) & 0x0000FF00
+        b_x = b_x ^ b_t ^ (b_t << 8)
+    return b_x
 
 
 @triton.jit
@@ -139,22 +253,24 @@ def highest(b_score, o_c, D: tl.constexpr, D_BOOST: tl.constexpr, SHORT: tl.cons
     if SHORT:
         b_score = b_score * 256 + (255 - o_c)
     b_score = tl.where(o_c < D, b_score, -1)
-    above = b_score[None, :] > b_score[:, None]  # [BLOCK_D, BLOCK_D]
+    # summed over the first axis: the result then lies like the channels of a page
+    above = b_score[:, None] > b_score[None, :]  # [BLOCK_D, BLOCK_D]
     if not SHORT:
-        above = above | ((b_score[None, :] == b_score[:, None]) & (o_c[None, :] < o_c[:, None]))
-    return (tl.sum(above.to(tl.int32), axis=1) < D_BOOST) & (o_c < D)
+        above = above | ((b_score[:, None] == b_score[None, :]) & (o_c[:, None] < o_c[None, :]))
+    return (tl.sum(above.to(tl.int32), axis=0) < D_BOOST) & (o_c < D)
 
 
 @triton.jit
 def sum_of_squares(
-    p_x, first, stride_t, o_t, o_c, b_mean, ROWS: tl.constexpr, RING: tl.constexpr, D: tl.constexpr
+    p_x, first, stride_t, o_t, o_c, b_mean, G: tl.constexpr, D: tl.constexpr, RING: tl.constexpr
 ):
     """Σ (x - mean)² of each channel over the page, fp64 ``[BLOCK_D]``."""
-    b_sum = tl.zeros([o_t.shape[0], o_c.shape[0]], tl.float64)
-    for i_plane in range(N_PLANES):
-        rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-        b_raw, b_x = load_rows(p_x, rows, stride_t, o_c[None, :] < D, o_c)
-        b_x = tl.where(tl.abs(b_raw) < float("inf"), b_x, 0.0)
+    STEP: tl.constexpr = o_t.shape[0]
+    b_sum = tl.zeros([STEP, o_c.shape[0]], tl.float64)
+    for i_step in range(G // STEP):
+        row = first + i_step * STEP
+        b_raw = load_rows(p_x, row, 0, stride_t, o_t, (o_c < D)[None, :], o_c, RING)
+        b_x = tl.where(finite(b_raw), saturated(b_raw), 0.0)
         b_gap = b_x.to(tl.float64) - b_mean[None, :]
         b_sum += b_gap * b_gap
     return tl.sum(b_sum, axis=0)
@@ -167,33 +283,78 @@ def key_statistics(
     stride_t,
     o_t,
     o_c,
+    G: tl.constexpr,
     D: tl.constexpr,
     RING: tl.constexpr,
     SUM: tl.constexpr,
     UNROLL: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Minimum, maximum and sum (of magnitudes; of numbers for the variance) of each channel.
 
-    ``[G/8, BLOCK_D]`` of each, over the planes. Magnitudes are added in fp32 (see
-    ``highest_magnitudes``), numbers in fp64.
+    Magnitudes are added in fp32 (see ``highest_magnitudes``), numbers in fp64. NaN and inf show
+    in the extremes.
     """
-    ROWS: tl.constexpr = o_t.shape[0]
-    b_low = tl.full([ROWS, o_c.shape[0]], float("inf"), tl.float32)
-    b_high = tl.full([ROWS, o_c.shape[0]], float("-inf"), tl.float32)
-    b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64 if SUM == "variance" else tl.float32)
-    for i_step in range(N_PLANES // UNROLL):
+    STEP: tl.constexpr = o_t.shape[0]
+    DTYPE: tl.constexpr = p_x.dtype.element_ty if ASM else tl.float32
+    b_low = tl.full([STEP, o_c.shape[0]], float("inf"), DTYPE)
+    b_high = tl.full([STEP, o_c.shape[0]], float("-inf"), DTYPE)
+    b_sum = tl.zeros([STEP, o_c.shape[0]], tl.float64 if SUM == "variance" else tl.float32)
+    for i_step in range(G // STEP // UNROLL):
         for i_inner in tl.static_range(UNROLL):
-            rows = plane_rows(first, i_step * UNROLL + i_inner, o_t, ROWS, RING)
-            b_raw, b_x = load_rows(p_x, rows, stride_t, (o_c < D)[None, :], o_c)
-            b_low, b_high = extremes(b_low, b_high, b_raw, b_x, CAREFUL)
-            if CAREFUL:
-                b_x = tl.where(tl.abs(b_raw) < float("inf"), b_x, 0.0)
+            row, m_c = first + i_step * (UNROLL * STEP), (o_c < D)[None, :]
+            b_raw = load_rows(p_x, row, i_inner * STEP, stride_t, o_t, m_c, o_c, RING)
+            b_low = lower(b_low, b_raw, ASM)
+            b_high = higher(b_high, b_raw, ASM)
             if SUM == "magnitude":
-                b_sum += tl.abs(b_x)
+                b_sum += tl.abs(saturated(b_raw))
             elif SUM == "variance":
-                b_sum += b_x.to(tl.float64)
+                b_sum += saturated(b_raw).to(tl.float64)
+    return extremes_and_sum(b_low.to(tl.float32), b_high.to(tl.float32), b_sum, ASM)
+
+
+@triton.jit
+def extremes_and_sum(b_low, b_high, b_sum, ASM: tl.constexpr):
+    """Reduced over rows, all at once; NaN shows in the extremes."""
+    if ASM and b_sum.dtype == tl.float32:
+        b_low, b_high, b_sum = tl.reduce((b_low, b_high, b_sum), 0, statistics_of_two)
+    else:
+        b_low = least(b_low, 0, ASM)
+        b_high = most(b_high, 0, ASM)
+        b_sum = tl.sum(b_sum, axis=0)
     return b_low, b_high, b_sum
+
+
+@triton.jit
+def careful_key_statistics(
+    p_x,
+    first,
+    stride_t,
+    o_t,
+    o_c,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    RING: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """The same of the finite numbers alone; the extremes are saturated."""
+    STEP: tl.constexpr = o_t.shape[0]
+    b_low = tl.full([STEP, o_c.shape[0]], float("inf"), tl.float32)
+    b_high = tl.full([STEP, o_c.shape[0]], float("-inf"), tl.float32)
+    b_sum = tl.zeros([STEP, o_c.shape[0]], tl.float64 if SUM == "variance" else tl.float32)
+    for i_step in range(G // STEP):
+        row = first + i_step * STEP
+        b_raw = load_rows(p_x, row, 0, stride_t, o_t, (o_c < D)[None, :], o_c, RING)
+        m_finite, b_x = finite(b_raw), saturated(b_raw)
+        b_low = tl.minimum(b_low, tl.where(m_finite, b_x, float("inf")))
+        b_high = tl.maximum(b_high, tl.where(m_finite, b_x, float("-inf")))
+        b_x = tl.where(m_finite, b_x, 0.0)
+        if SUM == "magnitude":
+            b_sum += tl.abs(b_x)
+        elif SUM == "variance":
+            b_sum += b_x.to(tl.float64)
+    b_low, b_high = filled(tl.min(b_low, axis=0), tl.max(b_high, axis=0))
+    return b_low, b_high, tl.sum(b_sum, axis=0)
 
 
 @triton.jit
@@ -204,37 +365,40 @@ def highest_magnitudes(
     o_t,
     o_c,
     b_total,
-    ROWS: tl.constexpr,
-    RING: tl.constexpr,
+    G: tl.constexpr,
     D: tl.constexpr,
     D_BOOST: tl.constexpr,
+    RING: tl.constexpr,
 ):
     """Which channels have the D_BOOST largest sums of magnitudes, exactly; ``b_total`` in fp32.
 
     Only the gap at the cut matters. Where the fp32 sums leave it open, they are formed again in
     fp64, exact: fp16 numbers are multiples of 2^-24, and a page's sum stays below 2^24.
     """
-    b_total = tl.where(o_c < D, b_total, -1.0)
-    above = b_total[None, :] > b_total[:, None]  # [BLOCK_D, BLOCK_D]
-    boosted = (tl.sum(above.to(tl.int32), axis=1) < D_BOOST) & (o_c < D)
-    least = tl.min(tl.where(boosted, b_total, float("inf")), axis=0)
-    most = tl.max(tl.where(boosted, -1.0, b_total), axis=0)
+    STEP: tl.constexpr = o_t.shape[0]
+    b_total = tl.where(o_c < D, b_total, 0.0)
+    # fp32 numbers ≥ 0 are ordered like their bits; a difference's sign counts those above
+    b_bits = b_total.to(tl.int32, bitcast=True)
+    above = (b_bits[None, :] - b_bits[:, None]).to(tl.uint32, bitcast=True) >> 31
+    boosted = (tl.sum(above, axis=0).to(tl.int32) < D_BOOST) & (o_c < D)
+    lowest = tl.min(tl.where(boosted, b_total, float("inf")), axis=0)
+    next_one = tl.max(tl.where(boosted, -1.0, b_total), axis=0)
     # equal sums at the cut give too many; a sum of G magnitudes in fp32 is off by at most
     # (G - 1) · 2^-24 of itself
     surplus = tl.sum(boosted.to(tl.int32), axis=0) > D_BOOST
-    if surplus | (least - most <= least * (ROWS * N_PLANES / 8388608)):
-        b_sum = tl.zeros([ROWS, o_c.shape[0]], tl.float64)
-        for i_plane in range(N_PLANES):
-            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-            b_raw, b_x = load_rows(p_x, rows, stride_t, o_c[None, :] < D, o_c)
-            b_sum += tl.where(tl.abs(b_raw) < float("inf"), tl.abs(b_x), 0.0).to(tl.float64)
+    if surplus | (lowest - next_one <= lowest * (G / 8388608)):
+        b_sum = tl.zeros([STEP, o_c.shape[0]], tl.float64)
+        for i_step in range(G // STEP):
+            row = first + i_step * STEP
+            b_raw = load_rows(p_x, row, 0, stride_t, o_t, (o_c < D)[None, :], o_c, RING)
+            b_sum += tl.where(finite(b_raw), tl.abs(saturated(b_raw)), 0.0).to(tl.float64)
         b_score = (tl.sum(b_sum, axis=0) * FIXED_POINT).to(tl.int64)
         boosted = highest(b_score, o_c, D, D_BOOST, True)
     return boosted
 
 
 @triton.jit
-def key_codes(
+def key_words(
     p_x,
     first,
     stride_t,
@@ -243,31 +407,42 @@ def key_codes(
     b_zero,
     b_inverse,
     b_top,
+    boosted,
+    p_words,
+    p_high,
+    p_boosted,
+    G: tl.constexpr,
     D: tl.constexpr,
+    D_BOOST: tl.constexpr,
     RING: tl.constexpr,
-    UNROLL: tl.constexpr,
     CAREFUL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Codes of the 8 planes in the 8 nibbles of int32 ``[G/8, BLOCK_D]``."""
-    ROWS: tl.constexpr = o_t.shape[0]
-    b_nibbles = tl.zeros([ROWS, o_c.shape[0]], tl.int32)
-    for i_step in range(N_PLANES // UNROLL):
-        for i_inner in tl.static_range(UNROLL):
-            i_plane = i_step * UNROLL + i_inner
-            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-            b_raw, b_x = load_rows(p_x, rows, stride_t, (o_c < D)[None, :], o_c)
-            b_code = codes_of(
-                b_raw, b_x, b_zero[None, :], b_inverse[None, :], b_top[None, :], CAREFUL
-            )
-            b_nibbles |= b_code << (4 * i_plane)
-    return b_nibbles
-
-
-@triton.jit
-def any_unclean(b_low, b_high):
-    """Whether NaN or inf shows in the extremes of the fast path: a number > 0."""
-    unclean = ((b_low > float("-inf")) & (b_high < float("inf"))).to(tl.int32) ^ 1
-    return tl.max(tl.max(unclean, axis=1), axis=0)
+    """Codes of a page, a few rows of words at a time, packed and stored."""
+    ROWS: tl.constexpr = G // N_PLANES
+    STEP: tl.constexpr = o_t.shape[0]
+    m_c = o_c < D
+    b_zero, b_inverse, b_top = b_zero[None, :], b_inverse[None, :], b_top[None, :]
+    # place of a boosted channel in the ascending list
+    b_count = boosted.to(tl.int32)
+    o_list = tl.cumsum(b_count, axis=0) - b_count
+    if D_BOOST > 0:
+        tl.store(p_boosted + o_list, o_c.to(tl.uint8), mask=boosted)
+    for i_step in range(ROWS // STEP):
+        b_nibbles = tl.zeros([STEP, o_c.shape[0]], tl.int32)
+        for i_inner in tl.static_range(N_PLANES):
+            row, PLANE = first + i_step * STEP, N_PLANES - 1 - i_inner  # the last is the highest
+            b_raw = load_rows(p_x, row, PLANE * ROWS, stride_t, o_t, m_c[None, :], o_c, RING)
+            b_nibbles = with_codes(b_nibbles, b_raw, b_zero, b_inverse, b_top, 4, CAREFUL, ASM)
+        b_fields = sorted_fields(b_nibbles, ASM)
+        o_row = o_t + i_step * STEP
+        p_word = p_words + o_row[:, None] * D + o_c[None, :]
+        tl.store(p_word, b_fields.to(tl.int16), mask=m_c[None, :])
+        if D_BOOST > 0:
+            # channels first, so that neighbouring threads write neighbouring words
+            p_word = p_high + o_list[:, None] + o_row[None, :] * D_BOOST
+            m_high = boosted[:, None] & (o_row[None, :] >= 0)
+            tl.store(p_word, tl.trans((b_fields >> 16).to(tl.int16)), mask=m_high)
 
 
 @triton.jit
@@ -289,24 +464,26 @@ def quantize_key_page(
     BLOCK_D: tl.constexpr,
     RING: tl.constexpr,
     SELECTION: tl.constexpr,
+    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Quantize one page of keys per channel, the boosted channels with 4 bits, and pack it."""
-    ROWS: tl.constexpr = G // N_PLANES
-    o_t = tl.arange(0, ROWS)
+    o_t = tl.arange(0, STEP)
     o_c = tl.arange(0, BLOCK_D)
     m_c = o_c < D
     CHOOSES: tl.constexpr = (D_BOOST > 0) and (D_BOOST < D)
     SUM: tl.constexpr = SELECTION if CHOOSES else "none"
 
     b_low, b_high, b_sum = key_statistics(
-        p_x, first, stride_t, o_t, o_c, D, RING, SUM, UNROLL, False
+        p_x, first, stride_t, o_t, o_c, G, D, RING, SUM, UNROLL, ASM
     )
-    unclean = any_unclean(b_low, b_high)
-    b_low, b_high = saturated(b_low), saturated(b_high)
+    unclean = tl.max(((b_low > float("-inf")) & (b_high < float("inf"))).to(tl.int32) ^ 1, axis=0)
+    b_low, b_high = extreme(b_low, p_x), extreme(b_high, p_x)
     if unclean > 0:
-        b_low, b_high, b_sum = key_statistics(p_x, first, stride_t, o_t, o_c, D, RING, SUM, 1, True)
-    b_low, b_high = tl.min(b_low, axis=0), tl.max(b_high, axis=0)  # [BLOCK_D]
+        b_low, b_high, b_sum = careful_key_statistics(
+            p_x, first, stride_t, o_t, o_c, G, D, RING, SUM
+        )
 
     if CHOOSES:
         if SELECTION == "random":
@@ -314,40 +491,40 @@ def quantize_key_page(
             b_score = 0xFFFFFFFF - b_hash.to(tl.int64)
             boosted = highest(b_score, o_c, D, D_BOOST, True)
         elif SELECTION == "magnitude":
-            b_total = tl.sum(b_sum, axis=0)
-            boosted = highest_magnitudes(
-                p_x, first, stride_t, o_t, o_c, b_total, ROWS, RING, D, D_BOOST
-            )
+            boosted = highest_magnitudes(p_x, first, stride_t, o_t, o_c, b_sum, G, D, D_BOOST, RING)
         else:
-            b_mean = tl.sum(b_sum, axis=0) / G
-            b_square = sum_of_squares(p_x, first, stride_t, o_t, o_c, b_mean, ROWS, RING, D)
+            b_square = sum_of_squares(p_x, first, stride_t, o_t, o_c, b_sum / G, G, D, RING)
             # fp64 numbers ≥ 0 are ordered like their bits
             boosted = highest((b_square / G).to(tl.int64, bitcast=True), o_c, D, D_BOOST, False)
     else:
         boosted = m_c & (D_BOOST > 0)
     b_top = tl.where(boosted, BOOST_TOP, LOW_TOP)
-    b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_top)
+    b_part = tl.where(boosted, 1.0 / BOOST_TOP, 1.0 / LOW_TOP)
+    b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_top, b_part, ASM)
     tl.store(p_meta + o_c, b_scale.to(tl.float16), mask=m_c)
     tl.store(p_meta + D + o_c, b_zero.to(tl.float16), mask=m_c)
 
-    if unclean > 0:
-        b_nibbles = key_codes(
-            p_x, first, stride_t, o_t, o_c, b_zero, b_inverse, b_top, D, RING, 1, True
-        )
+    # a subnormal scale may be so coarse that a code needs a bound
+    if (unclean > 0) | (tl.max(b_inverse, axis=0) > LARGEST_INVERSE):
+        key_words(
+            p_x, first, stride_t, o_t, o_c, b_zero, b_inverse, b_top, boosted, p_words, p_high,
+            p_boosted, G, D, D_BOOST, RING, True, ASM,
+        )  # fmt: skip
     else:
-        b_nibbles = key_codes(
-            p_x, first, stride_t, o_t, o_c, b_zero, b_inverse, b_top, D, RING, UNROLL, False
-        )
-    o_word = o_t[:, None] * D + o_c[None, :]
-    tl.store(p_words + o_word, gathered_fields(b_nibbles), mask=m_c[None, :])
-    if D_BOOST > 0:
-        # place of a boosted channel in the ascending list
-        b_count = boosted.to(tl.int32)
-        o_list = tl.cumsum(b_count, axis=0) - b_count
-        tl.store(p_boosted + o_list, o_c.to(tl.uint8), mask=boosted)
-        o_high = o_t[:, None] * D_BOOST + o_list[None, :]
-        m_high = boosted[None, :] & (o_t[:, None] >= 0)
-        tl.store(p_high + o_high, gathered_fields(b_nibbles >> 2), mask=m_high)
+        key_words(
+            p_x, first, stride_t, o_t, o_c, b_zero, b_inverse, b_top, boosted, p_words, p_high,
+            p_boosted, G, D, D_BOOST, RING, False, ASM,
+        )  # fmt: skip
+
+
+@triton.jit
+def row_extremes(b_raw, b_raw2, m_c, FULL: tl.constexpr, ASM: tl.constexpr):
+    """Minimum and maximum of rows in two halves as fp32 ``[G/8]``; NaN and inf show in them."""
+    if not FULL:
+        b_raw2 = tl.where(m_c, b_raw2, b_raw)
+    b_low = lower(b_raw, b_raw2, ASM).to(tl.float32)
+    b_high = higher(b_raw, b_raw2, ASM).to(tl.float32)
+    return least(b_low, 1, ASM), most(b_high, 1, ASM)
 
 
 @triton.jit
@@ -364,40 +541,54 @@ def value_words(
     RING: tl.constexpr,
     UNROLL: tl.constexpr,
     CAREFUL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Words of a group of channels, int32 ``[G/8, BLOCK_GROUP]``, and largest magnitudes.
+    """Words of both halves of a group of channels, int32, and whether they are wrong.
 
-    Stores scale and zero of every token. Fast: NaN and inf show in the magnitudes.
+    Stores scale and zero of every token. In halves, a row takes half the threads: what is done
+    once a row is repeated by fewer.
     """
     ROWS: tl.constexpr = G // N_PLANES
-    m_c = (o_c < GROUP)[None, :]
-    b_words = tl.zeros([ROWS, o_c.shape[0]], tl.int32)
-    b_largest = tl.zeros([ROWS, o_c.shape[0]], tl.float32)
+    HALF: tl.constexpr = o_c.shape[0]
+    FULL: tl.constexpr = 2 * HALF == GROUP
+    m_1 = (o_c < HALF)[None, :]  # all of them
+    m_2 = (o_c + HALF < GROUP)[None, :]
+    b_words = tl.zeros([ROWS, HALF], tl.int32)
+    b_words2 = tl.zeros([ROWS, HALF], tl.int32)
+    b_worst = tl.zeros([ROWS], tl.float32)
     b_top = tl.full([ROWS], LOW_TOP, tl.float32)
+    b_part = tl.full([ROWS], 1.0 / LOW_TOP, tl.float32)
     for i_step in range(N_PLANES // UNROLL):
         for i_inner in tl.static_range(UNROLL):
-            i_plane = i_step * UNROLL + i_inner
-            rows = plane_rows(first, i_plane, o_t, ROWS, RING)
-            b_raw, b_x = load_rows(p_x, rows, stride_t, m_c, o_c)
+            i_plane = N_PLANES - 1 - i_step * UNROLL - i_inner  # the last plane is the highest
+            row = first + i_plane * ROWS
+            b_raw = load_rows(p_x, row, 0, stride_t, o_t, m_1, o_c, RING)
+            b_raw2 = load_rows(p_x + HALF, row, 0, stride_t, o_t, m_2, o_c, RING)
             if CAREFUL:
-                finite = (tl.abs(b_raw) < float("inf")) & m_c
-                b_low = tl.min(tl.where(finite, b_x, float("inf")), axis=1)
-                b_high = tl.max(tl.where(finite, b_x, float("-inf")), axis=1)
+                m_finite, m_finite2 = finite(b_raw), finite(b_raw2) & m_2
+                b_x, b_x2 = saturated(b_raw), saturated(b_raw2)
+                b_low = tl.where(m_finite, b_x, float("inf"))
+                b_low = tl.minimum(b_low, tl.where(m_finite2, b_x2, float("inf")))
+                b_high = tl.where(m_finite, b_x, float("-inf"))
+                b_high = tl.maximum(b_high, tl.where(m_finite2, b_x2, float("-inf")))
+                b_low, b_high = filled(tl.min(b_low, axis=1), tl.max(b_high, axis=1))
             else:
-                b_largest = tl.maximum(b_largest, tl.abs(b_raw), propagate_nan=tl.PropagateNan.ALL)
-                if o_c.shape[0] == GROUP:
-                    b_low = tl.min(b_x, axis=1)
-                    b_high = tl.max(b_x, axis=1)
-                else:
-                    b_low = tl.min(tl.where(m_c, b_x, float("inf")), axis=1)
-                    b_high = tl.max(tl.where(m_c, b_x, float("-inf")), axis=1)
-            b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_top)
-            b_code = codes_of(b_raw, b_x, b_zero[:, None], b_inverse[:, None], LOW_TOP, CAREFUL)
-            b_words |= b_code << (2 * i_plane)
+                b_low, b_high = row_extremes(b_raw, b_raw2, m_2, FULL, ASM)
+                b_worst = most_of_two(b_worst, most_of_two(-b_low, b_high))
+                b_low, b_high = extreme(b_low, p_x), extreme(b_high, p_x)
+            b_scale, b_zero, b_inverse = scale_zero(b_low, b_high, b_top, b_part, ASM)
+            if not CAREFUL:  # a subnormal scale may be so coarse that a code needs a bound
+                b_worst = tl.where(b_inverse > LARGEST_INVERSE, float("inf"), b_worst)
+            b_words = with_codes(
+                b_words, b_raw, b_zero[:, None], b_inverse[:, None], LOW_TOP, 2, CAREFUL, ASM
+            )
+            b_words2 = with_codes(
+                b_words2, b_raw2, b_zero[:, None], b_inverse[:, None], LOW_TOP, 2, CAREFUL, ASM
+            )
             p_token = p_meta + i_plane * ROWS + o_t
             tl.store(p_token, b_scale.to(tl.float16))
             tl.store(p_token + STRIDE_ZERO, b_zero.to(tl.float16))
-    return b_words, b_largest
+    return b_words, b_words2, tl.max((b_worst < float("inf")).to(tl.int32) ^ 1, axis=0)
 
 
 @triton.jit
@@ -413,24 +604,29 @@ def quantize_value_page(
     BLOCK_GROUP: tl.constexpr,
     RING: tl.constexpr,
     UNROLL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Quantize one page of values per token over groups of channels, and pack it."""
+    HALF: tl.constexpr = BLOCK_GROUP // 2
     o_t = tl.arange(0, G // N_PLANES)
-    o_c = tl.arange(0, BLOCK_GROUP)
+    o_c = tl.arange(0, HALF)
     STRIDE_ZERO: tl.constexpr = D // GROUP * G
     for i_group in tl.static_range(D // GROUP):
         p_group = p_x + i_group * GROUP
         p_scale = p_meta + i_group * G
-        b_words, b_largest = value_words(
-            p_group, first, stride_t, p_scale, o_t, o_c, G, GROUP, STRIDE_ZERO, RING, UNROLL, False
-        )
-        if any_unclean(-b_largest, b_largest) > 0:
+        b_words, b_words2, unclean = value_words(
+            p_group, first, stride_t, p_scale, o_t, o_c, G, GROUP, STRIDE_ZERO, RING, UNROLL,
+            False, ASM,
+        )  # fmt: skip
+        if unclean > 0:
             tl.debug_barrier()  # scales and zeros are stored again
-            b_words, b_largest = value_words(
-                p_group, first, stride_t, p_scale, o_t, o_c, G, GROUP, STRIDE_ZERO, RING, 1, True
-            )
-        o_word = o_t[:, None] * D + i_group * GROUP + o_c[None, :]
-        tl.store(p_words + o_word, b_words.to(tl.int16), mask=(o_c < GROUP)[None, :])
+            b_words, b_words2, unclean = value_words(
+                p_group, first, stride_t, p_scale, o_t, o_c, G, GROUP, STRIDE_ZERO, RING, 1, True,
+                ASM,
+            )  # fmt: skip
+        p_word = p_words + o_t[:, None] * D + i_group * GROUP + o_c[None, :]
+        tl.store(p_word, b_words.to(tl.int16))
+        tl.store(p_word + HALF, b_words2.to(tl.int16), mask=(o_c + HALF < GROUP)[None, :])
 
 
 @triton.jit(do_not_specialize=["seed", "layer"])
@@ -457,12 +653,14 @@ def quantize_keys_kernel(
     UNPAGED: tl.constexpr,
     SINK: tl.constexpr,
     SELECTION: tl.constexpr,
+    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """One key page of one head per program; grid (pages · H, B), heads fastest."""
-    i_h = tl.program_id(0) % num_heads
-    i_page = tl.program_id(0) // num_heads
-    i_b = tl.program_id(1)
+    """One key page of one head per program; grid (H, pages, B)."""
+    i_h = tl.program_id(0)
+    i_page = tl.program_id(1)
+    i_b = tl.program_id(2)
     length = tl.load(p_seq_lens + i_b)
     if i_page < num_pages(length, UNPAGED, G):
         page = tl.load(p_table + i_b.to(tl.int64) * stride_table + i_page)
@@ -486,7 +684,9 @@ def quantize_keys_kernel(
                 BLOCK_D,
                 0,
                 SELECTION,
+                STEP,
                 UNROLL,
+                ASM,
             )
 
 
@@ -510,11 +710,12 @@ def quantize_values_kernel(
     UNPAGED: tl.constexpr,
     SINK: tl.constexpr,
     UNROLL: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """One value page of one head per program; grid (pages · H, B), heads fastest."""
-    i_h = tl.program_id(0) % num_heads
-    i_page = tl.program_id(0) // num_heads
-    i_b = tl.program_id(1)
+    """One value page of one head per program; grid (H, pages, B)."""
+    i_h = tl.program_id(0)
+    i_page = tl.program_id(1)
+    i_b = tl.program_id(2)
     length = tl.load(p_seq_lens + i_b)
     if i_page < num_pages(length, UNPAGED, G):
         page = tl.load(p_table + i_b.to(tl.int64) * stride_table + i_page)
@@ -532,17 +733,23 @@ def quantize_values_kernel(
                 BLOCK_GROUP,
                 0,
                 UNROLL,
+                ASM,
             )
 
 
+def rows_at_once(page_size: int, block_d: int, num_warps: int) -> int:
+    """Rows STEP that the warps of a program load together, with 8 channels a thread."""
+    return max(1, min(page_size // 8, 256 * num_warps // block_d))
+
+
 def launch_quantize_pages(
-    k: Tensor,
-    v: Tensor,
-    keys: KeyPages,
-    values: ValuePages,
-    key_table: Tensor,
-    value_table: Tensor,
-    seq_lens: Tensor,
+    k: "Tensor",
+    v: "Tensor",
+    keys: "KeyPages",
+    values: "ValuePages",
+    key_table: "Tensor",
+    value_table: "Tensor",
+    seq_lens: "Tensor",
     *,
     sink: int,
     window: int,
@@ -550,21 +757,26 @@ def launch_quantize_pages(
     selection: str,
     seed: int,
     layer: int,
-    unroll: int = 1,
-    **options: int,
+    key_options: dict[str, int] | None = None,
+    value_options: dict[str, int] | None = None,
 ) -> None:
-    """Launch both kernels, one program per page and head that T tokens can fill at most."""
+    """Launch both kernels, one program per page and head that T tokens can fill at most.
+
+    The options are UNROLL and those of the compiler, to be measured.
+    """
     batch, heads, num_tokens, head_dim = k.shape
     page_size = keys.words.shape[2] * 8
-    # contraction of x·y + z would round once where the specification rounds twice
-    compiler = {"num_warps": 4, "enable_fp_fusion": False, **options}
-    # room for one more program on an SM hides more latency; the keys' kernel would spill
-    value_cap = {"maxnreg": VALUE_REGISTERS} if head_dim <= 128 else {}
+    block_d = triton.next_power_of_2(head_dim)
     group = min(head_dim, page_size)
+    # contraction of x·y + z would round once where the specification rounds twice
+    key_options = {**KEY_OPTIONS, "enable_fp_fusion": False, **(key_options or {})}
+    value_options = {**VALUE_OPTIONS, "enable_fp_fusion": False, **(value_options or {})}
+    if page_size * head_dim <= 128 * 128:
+        value_options.setdefault("maxnreg", VALUE_REGISTERS)
     key_pages = max(0, num_tokens - sink - rollback) // page_size
     value_pages = max(0, num_tokens - sink - window - rollback) // page_size
     if key_pages > 0:
-        quantize_keys_kernel[(key_pages * heads, batch)](
+        quantize_keys_kernel[(heads, key_pages, batch)](
             k,
             *keys,
             key_table,
@@ -578,15 +790,16 @@ def launch_quantize_pages(
             G=page_size,
             D=head_dim,
             D_BOOST=keys.high.shape[-1],
-            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_D=block_d,
             UNPAGED=sink + rollback,
             SINK=sink,
             SELECTION=selection,
-            UNROLL=unroll,
-            **compiler,
+            STEP=rows_at_once(page_size, block_d, key_options["num_warps"]),
+            ASM=k.is_cuda,
+            **key_options,
         )
     if value_pages > 0:
-        quantize_values_kernel[(value_pages * heads, batch)](
+        quantize_values_kernel[(heads, value_pages, batch)](
             v,
             *values,
             value_table,
@@ -601,8 +814,8 @@ def launch_quantize_pages(
             BLOCK_GROUP=triton.next_power_of_2(group),
             UNPAGED=sink + window + rollback,
             SINK=sink,
-            UNROLL=unroll,
-            **{**value_cap, **compiler},
+            ASM=v.is_cuda,
+            **value_options,
         )
 
 
