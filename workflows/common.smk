@@ -73,3 +73,6 @@ GPU = 1 if EXPERIMENT.device.startswith("cuda") else 0
 
 # Scoring some tasks means running programs that the model writes: only where the user says so.
 RUN_CODE = "--run-code" if str(config.get("run_code", "")).lower() == "true" else ""
+
+# All cores of this run, which a job may take to be alone; on a cluster the scheduler keeps others away.
+ALL_CORES = workflow.resource_settings.cores or EXPERIMENT.threads

@@ -10,7 +10,7 @@ rule generation:
     log:
         f"{ROOT}/logs/latency/{{model}}/{{implementation}}/{{workload}}.log",
     # nothing else runs beside it, or the times would be those of a busy machine
-    threads: workflow.cores or EXPERIMENT.threads
+    threads: ALL_CORES
     resources:
         mem_mb=memory_mb,
         runtime=minutes,

@@ -43,11 +43,13 @@ def running(folder) -> list[str]:
     return [number for number, place in rows if place == str(folder)]
 
 
-def wait_for(condition):
-    """Wait until a function returns something true, and return that."""
+def wait_for(condition, process=None):
+    """Wait until a function returns something true, and return that; the process must live."""
     deadline = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited too long"
+        if process is not None and process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
         time.sleep(0.5)
     return found
 

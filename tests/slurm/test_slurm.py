@@ -49,8 +49,8 @@ def test_a_cancelled_job_is_submitted_again_and_gets_more_memory(command, tmp_pa
     process = command(*RUN)
     records = tmp_path / "results" / "tiny" / "records"
     references = tmp_path / "results" / "tiny" / "references"
-    wait_for(lambda: any(references.rglob("*.safetensors")))
-    (victim, *_) = wait_for(lambda: running(tmp_path))
+    wait_for(lambda: any(references.rglob("*.safetensors")), process)
+    (victim, *_) = wait_for(lambda: running(tmp_path), process)
     scancel(victim)
     told = output_of(process)
     assert process.returncode == 0, told
@@ -67,7 +67,9 @@ def test_one_job_runs_everything_and_a_cancelled_one_goes_on(command, tmp_path):
     submit = ["submit", "tiny", "--cores", "2", "--memory-mb", "7000", "--gpus", "1", "--wait"]
     process = command(*submit)
     records = tmp_path / "results" / "tiny" / "records"
-    first = wait_for(lambda: [p for p in records.rglob("*.json") if not p.name.startswith(".")])
+    first = wait_for(
+        lambda: [p for p in records.rglob("*.json") if not p.name.startswith(".")], process
+    )
     before = {path: path.stat().st_mtime_ns for path in first}
     (victim,) = running(tmp_path)
     scancel(victim)

@@ -99,7 +99,7 @@ def script(tmp_path, *command):
         [str(path), *command],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
 
@@ -110,12 +110,21 @@ def test_the_job_s_status_is_that_of_its_command(tmp_path):
     assert process.returncode == 3
 
 
+CLEANS = """
+import signal, sys, time
+def end(number, frame):
+    print("cleaned", flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
 def test_a_job_asked_to_end_lets_its_command_end_first(tmp_path):
-    process = script(
-        tmp_path, "bash", "-c", "trap 'echo cleaned; exit 5' TERM; echo ready; sleep 30 & wait"
-    )
+    process = script(tmp_path, sys.executable, "-c", CLEANS)
     assert process.stdout.readline() == "ready\n"
     process.terminate()
-    told, _ = process.communicate(timeout=30)
+    told, _ = process.communicate(timeout=20)
     assert told == "cleaned\n"
     assert process.returncode == 5

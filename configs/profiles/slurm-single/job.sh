@@ -14,16 +14,22 @@
 set -u
 most_restarts=20
 requeue=
+command=
 
+end() {
+    [ -n "$command" ] || exit 143 # not started yet
+    kill -TERM "$command"
+}
+trap end TERM
+trap 'requeue=yes; end' USR1
 "$@" &
 command=$!
-trap 'kill -TERM "$command"' TERM
-trap 'requeue=yes; kill -TERM "$command"' USR1
-status=129
-while [ "$status" -gt 128 ] && kill -0 "$command" 2>/dev/null; do # a trapped signal ends wait
+while :; do # a signal that is trapped ends wait, the command goes on
     wait "$command"
-    status=$?
+    kill -0 "$command" 2>/dev/null || break
 done
+wait "$command" # its own status, also where a signal ended the wait before
+status=$?
 if [ -n "$requeue" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$most_restarts" ]; then
     echo "time is up: job $SLURM_JOB_ID goes back to the queue"
     scontrol requeue "$SLURM_JOB_ID"
