@@ -483,3 +483,30 @@ def test_the_interval_is_over_problems_whose_repeats_are_averaged_first():
     del records[1]["problems"]
     score = Scores(with_paths(records), load_paper()).get(QWEN, get_method("kitty"), "gsm8k")
     assert (score.low, score.high) == pytest.approx((49.6, 50.4))
+
+
+def test_a_run_and_the_committed_one_of_the_same_experiment_are_judged_apart():
+    records = []
+    for run, sink in (("mine", 0.3), ("results/reference/cpu/smoke", 0.2)):
+        for method, kl in (("kivi-k2v2", 0.5), ("kivi-k2v2-sink", sink)):
+            path = Path(f"{run}/records/quality/small/first/{method}/r0.json")
+            records.append((path, quality_record(method, [kl] * 2)))
+    found = {j.claim.identifier: j for j in judge(records)}["ordering/sink"]
+    assert found.verdict == REPRODUCED
+    assert "KL 0.500 to 0.300" in found.ours
+    assert "KL 0.500 to 0.200" in found.ours
+    assert len(found.paths) == 4
+
+
+def test_repeats_of_two_runs_are_not_averaged_and_the_first_of_equal_runs_counts():
+    def run(name, values):
+        return [
+            (Path(f"{name}/records/r{i}.json"), hub("kitty", v, TASKS["gsm8k"], repeat=i))
+            for i, v in enumerate(values)
+        ]
+
+    def score(records):
+        return Scores(records, load_paper()).get(QWEN, get_method("kitty"), "gsm8k")
+
+    assert score(run("b", [90.0]) + run("a", [80.0])).mean == 90.0
+    assert score(run("b", [90.0]) + run("a", [80.0, 82.0])).mean == 81.0

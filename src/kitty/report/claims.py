@@ -23,7 +23,7 @@ from kitty.records import Record
 from kitty.report.data import identity, load_results
 from kitty.report.orderings import verdict as ordering_verdict
 from kitty.report.paper import Claim, Paper, PaperTable, Row, load_paper
-from kitty.report.scores import Score, Scores
+from kitty.report.scores import Score, Scores, run_of
 
 REPRODUCED = "reproduced"
 NOT_REPRODUCED = "not reproduced"
@@ -248,10 +248,10 @@ def _average(
 
 
 def _judge_ordering(claim: Claim, records: Found) -> Judgement:
-    """Judged on all texts of each experiment and model together, and on each text by itself."""
+    """Judged on all texts of each run and model together, and on each text by itself."""
     worse, better = (get_method(claim.measure["ordering"][k]) for k in ("worse", "better"))
     texts, verdicts, paths = [], [], []
-    for (_, model), group in _quality_pairs(records, worse, better).items():
+    for (_, _, model), group in _quality_pairs(records, worse, better).items():
         results = load_results(group)
         names = [results.find(method) for method in (worse, better)]
         assert names[0] is not None
@@ -284,18 +284,18 @@ def _direction(whole: Interval, single: Sequence[Interval]) -> str:
 
 def _quality_pairs(
     records: Found, worse: Method, better: Method
-) -> dict[tuple[str, str], list[tuple[Path, Record]]]:
-    """By experiment and model, the quality records of two methods on texts that have both."""
+) -> dict[tuple[str, str, str], list[tuple[Path, Record]]]:
+    """By run, experiment and model, the quality records of two methods on texts with both."""
     wanted = [identity(worse), identity(better)]
-    by_text: dict[tuple[str, str, str], list[tuple[Path, Record]]] = {}
+    by_text: dict[tuple[str, str, str, str], list[tuple[Path, Record]]] = {}
     for path, record in records:
         if record["kind"] == "quality" and identity(Method(**record["method"])) in wanted:
-            place = record["experiment"], record["model"]["name"], record["passage"]["name"]
-            by_text.setdefault(place, []).append((path, record))
-    pairs: dict[tuple[str, str], list[tuple[Path, Record]]] = {}
-    for (experiment, model, _), group in sorted(by_text.items()):
+            names = record["experiment"], record["model"]["name"], record["passage"]["name"]
+            by_text.setdefault((run_of(path), *names), []).append((path, record))
+    pairs: dict[tuple[str, str, str], list[tuple[Path, Record]]] = {}
+    for (run, experiment, model, _), group in by_text.items():  # in the order given
         if len({identity(Method(**record["method"])) for _, record in group}) == 2:
-            pairs.setdefault((experiment, model), []).extend(group)
+            pairs.setdefault((run, experiment, model), []).extend(group)
     return pairs
 
 
@@ -311,7 +311,7 @@ class Picked(NamedTuple):
 
 def _judge_figures(claim: Claim, records: Found, paper: Paper) -> Judgement:
     measure, band = claim.measure, _band(claim)
-    same = ["environment.gpu", *measure.get("same", [])]  # factors hold within one machine
+    same = ["environment.gpu", *measure.get("same", [])]  # and within one run
     figures = measure.get("ratio") or measure.get("difference") or [measure["value"]]
     sides = [_pick(figure, records, paper, same) for figure in figures]
     groups = [group for group in sides[0] if all(group in side for side in sides)]
@@ -350,11 +350,11 @@ def _pick(
         value = lookup(view, figure["take"])
         if value is None or not all(_meets(lookup(view, k), v) for k, v in conditions):
             continue
-        group = tuple(json.dumps(lookup(view, field)) for field in same)
+        group = (*(json.dumps(lookup(view, field)) for field in same), run_of(path))
         taken.setdefault(group, []).append((value, path))
     return {
         group: Picked(_reduce([value for value, _ in items], figure), _paths(items))
-        for group, items in sorted(taken.items())
+        for group, items in taken.items()
     }
 
 

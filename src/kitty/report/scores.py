@@ -78,7 +78,7 @@ class Scores:
             )
             groups.setdefault(key, []).append((path, record))
             self.methods.setdefault(identity(method), method)
-        self._scores = {key: score_of(group) for key, group in sorted_groups(groups)}
+        self._scores = {key: score_of(largest_run(g)) for key, g in sorted_groups(groups)}
 
     def __bool__(self) -> bool:
         """Whether there is any task record."""
@@ -99,6 +99,22 @@ class Scores:
             for key in self._scores
             if (key.model, key.provider) == (model, provider)
         ]
+
+
+def run_of(path: Path) -> str:
+    """The folder of the run that a record belongs to: records of two runs are never mixed."""
+    parts = path.parts
+    if "records" in parts:
+        return str(Path(*parts[: len(parts) - 1 - parts[::-1].index("records")]))
+    return str(path.parent)
+
+
+def largest_run(records: list[tuple[Path, Record]]) -> list[tuple[Path, Record]]:
+    """The records of the run that has most of them, the first one given if several do."""
+    runs: dict[str, list[tuple[Path, Record]]] = {}
+    for path, record in records:
+        runs.setdefault(run_of(path), []).append((path, record))
+    return max(runs.values(), key=len)
 
 
 def sorted_groups(groups: dict[Key, Any]) -> list[tuple[Key, Any]]:
