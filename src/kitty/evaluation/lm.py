@@ -33,6 +33,11 @@ MEMORY_REMEDY = (
 Progress = Callable[[int, int], None]
 
 
+def batch_seed(seed: int, first: int) -> int:
+    """Seed of the batch whose first problem is number ``first``: 32 bits, all that torch uses."""
+    return int(digest([seed, first])[:8], 16)
+
+
 class KittyLM(HFLM):
     """A model with one method's cache, as lm-eval sees it.
 
@@ -202,7 +207,7 @@ class KittyLM(HFLM):
             for begin in range(0, len(group), size):
                 batch = [i for i in group[begin : begin + size] if keys[i] not in known]
                 if batch:
-                    torch.manual_seed((self.seed << 32) + group[begin])
+                    torch.manual_seed(batch_seed(self.seed, group[begin]))
                     before = self._read
                     with self._enough_memory():
                         answers = run([requests[i] for i in batch])

@@ -62,11 +62,11 @@ class Text:
 
 
 class _Writer:
-    """Puts a text together piece by piece, so that the places of the answers are exact."""
+    """Puts a part of a text together piece by piece, so that the places of answers are exact."""
 
-    def __init__(self, encode: Encode) -> None:
+    def __init__(self, encode: Encode, opening: str) -> None:
         self.encode = encode
-        self.ids: list[int] = []
+        self.ids = encode(opening)
         self.answers: list[tuple[int, int]] = []
 
     def write(self, text: str) -> None:
@@ -77,80 +77,74 @@ class _Writer:
         self.write(text)
         self.answers.append((start, len(self.ids)))
 
-    def fill(self, length: int) -> None:
-        """Filler up to a length."""
-        filler = self.encode(FILLER)
-        while len(self.ids) < length:
-            self.ids += filler[: length - len(self.ids)]
+
+def _join(told: _Writer, asked: _Writer, tokens: int) -> Text:
+    """What is told, filler, and what is asked at the end: ``tokens`` in all."""
+    room = tokens - len(told.ids) - len(asked.ids)
+    filler = told.encode(FILLER)
+    between = (filler * (room // len(filler) + 1))[: max(0, room)]
+    shift = len(told.ids) + len(between)
+    answers = [(start + shift, stop + shift) for start, stop in asked.answers]
+    return Text(told.ids + between + asked.ids, answers)
 
 
 def key_retrieval(encode: Encode, rng: random.Random, tokens: int) -> Text:
-    """Numbered keys with four-digit values, filler, then a question for each key in another order.
+    """Names with four-digit codes, filler, then the codes again in another order.
 
-    Half of the text holds the keys, at most a quarter the questions.
+    The names fill a quarter of the text, and so do the questions.
     """
-    writer = _Writer(encode)
-    writer.write("Here is a list of names and their codes.\n")
-    pairs: list[tuple[str, str]] = []
+    told = _Writer(encode, "Here is a list of names and their codes.\n")
     names = [f"{a} {b}" for a in WORDS for b in rng.sample(WORDS, 2)]
     rng.shuffle(names)
-    size = len(encode(f"The code of {names[0]} is 1234.\n")) + 1
-    for name in names[: max(2, tokens // (4 * size))]:
+    pairs: list[tuple[str, str]] = []
+    for name in names:
+        if len(pairs) >= 2 and len(told.ids) >= tokens // 4:
+            break
         pairs.append((name, str(rng.randrange(1000, 10000))))
-        writer.write(f"The code of {name} is")
-        writer.write(f" {pairs[-1][1]}")
-        writer.write(".\n")
-    writer.fill(tokens - len(pairs) * size - len(encode("\nNow the codes again.\n")))
-    writer.write("\nNow the codes again.\n")
+        for piece in (f"The code of {name} is", f" {pairs[-1][1]}", ".\n"):
+            told.write(piece)
+    asked = _Writer(encode, "\nNow the codes again.\n")
     for name, code in rng.sample(pairs, len(pairs)):
-        writer.write(f"The code of {name} is")
-        writer.answer(f" {code}")
-        writer.write(".\n")
-    return Text(writer.ids, writer.answers)
+        asked.write(f"The code of {name} is")
+        asked.answer(f" {code}")
+        asked.write(".\n")
+    return _join(told, asked, tokens)
 
 
 def span_copy(encode: Encode, rng: random.Random, tokens: int) -> Text:
-    """Numbered spans of random words, filler, then each span again by its number, in order."""
-    writer = _Writer(encode)
-    writer.write("Here are lists of words.\n")
-    size = len(encode("List 10:" + " word" * SPAN_WORDS + ".\n")) + 2
-    spans = [
-        " " + " ".join(rng.sample(WORDS, SPAN_WORDS))
-        for _ in range(max(2, tokens * 2 // (5 * size)))
-    ]
-    for number, span in enumerate(spans, 1):
-        writer.write(f"List {number}:")
-        writer.write(span)
-        writer.write(".\n")
-    writer.fill(tokens - len(spans) * size - len(encode("\nNow the same lists again.\n")))
-    writer.write("\nNow the same lists again.\n")
-    for number, span in enumerate(spans, 1):
-        writer.write(f"List {number}:")
-        first = span[1:].split()[0]
-        writer.write(f" {first}")
-        writer.answer(span.removeprefix(f" {first}"))
-        writer.write(".\n")
-    return Text(writer.ids, writer.answers)
+    """Numbered lists of random words, filler, then each list again behind its first word.
+
+    The lists fill a third of the text.
+    """
+    told = _Writer(encode, "Here are lists of words.\n")
+    asked = _Writer(encode, "\nNow the same lists again.\n")
+    number = 0
+    while number < 2 or len(told.ids) < tokens // 3:
+        number += 1
+        words = rng.sample(WORDS, SPAN_WORDS)
+        head, rest = f" {words[0]}", "".join(f" {word}" for word in words[1:])
+        for part, put in ((told, told.write), (asked, asked.answer)):
+            part.write(f"List {number}:")
+            part.write(head)
+            put(rest)
+            part.write(".\n")
+    return _join(told, asked, tokens)
 
 
 def induction(encode: Encode, rng: random.Random, tokens: int) -> Text:
     """Words that all differ, filler, and the same words again: each follows the one it followed.
 
-    Two fifths of the text, at most every word there is, are the first list.
+    The first list is two fifths of the text, or every word there is.
     """
-    writer = _Writer(encode)
-    size = len(encode(" word,"))
-    words = rng.sample(WORDS, min(len(WORDS), tokens * 2 // (5 * size)))
-    for word in words:
-        writer.write(f" {word}")
-        writer.write(",")
-    head = "\nThe same words again:"
-    writer.fill(tokens - len(writer.ids) - len(encode(head)))
-    writer.write(head)
-    for place, word in enumerate(words):
-        (writer.answer if place else writer.write)(f" {word}")
-        writer.write(",")
-    return Text(writer.ids, writer.answers)
+    told = _Writer(encode, "")
+    asked = _Writer(encode, "\nThe same words again:")
+    for place, word in enumerate(rng.sample(WORDS, len(WORDS))):
+        if place >= 3 and len(told.ids) >= tokens * 2 // 5:
+            break
+        for part, put in ((told, told.write), (asked, asked.answer if place else asked.write)):
+            put(f" {word}")
+            part.write(",")
+    return _join(told, asked, tokens)
 
 
 KINDS: dict[str, Callable[[Encode, random.Random, int], Text]] = {
@@ -161,7 +155,10 @@ KINDS: dict[str, Callable[[Encode, random.Random, int], Text]] = {
 
 
 def make_text(kind: str, encode: Encode, tokens: int, seed: int, index: int) -> Text:
-    """One text, the same for equal arguments; it may be a few tokens longer or shorter."""
+    """One text of ``tokens`` tokens, the same for equal arguments.
+
+    Texts too short for two answers come out longer.
+    """
     return KINDS[kind](encode, random.Random(f"{kind} {tokens} {seed} {index}"), tokens)
 
 
