@@ -413,8 +413,8 @@ def _report_missing(order: Order, tell: Tell) -> int:
 
 
 def _finish(order: Order, tell: Tell) -> int:
-    """Tables, figures and report from the joined records, by the usual pipeline."""
-    tell(f"all records are joined in {order.plan.root}: making tables, figures and report")
+    """Times, tables, figures and report by the usual pipeline, alone on the machine."""
+    tell(f"all parts are joined in {order.plan.root}: making times, tables, figures, report")
     place = order.folder / "join"  # a Snakemake state of its own, as the instances have
     place.mkdir(exist_ok=True)
     command = [
@@ -423,7 +423,7 @@ def _finish(order: Order, tell: Tell) -> int:
     ]
     with (place / "run.log").open("ab") as log:
         process = subprocess.Popen(
-            _inside(order, command, place, gpu=False),
+            _inside(order, command, place, gpu=bool(visible_gpus())),
             cwd=place,
             stdin=subprocess.DEVNULL,
             stdout=log,

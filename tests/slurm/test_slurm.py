@@ -13,6 +13,8 @@ QUICK = [
     *("--slurm-init-seconds-before-status-checks", "3", "--seconds-between-status-checks", "3"),
     *("--latency-wait", "10"),
 ]
+# A model, a 16-bit pass, three methods, an analysis, two times; four jobs of tables, figures, report.
+JOBS = 12
 RUN = ["run", "tiny", "--profile", "slurm", "--", *QUICK]
 
 
@@ -36,7 +38,7 @@ def test_every_job_gets_what_its_rule_asks_for_and_gpu_jobs_never_share_the_gpu(
     assert_finished(tmp_path)
     jobs = jobs_in(tmp_path)
     assert {job.state for job in jobs} == {"COMPLETED"}
-    assert len(jobs) == 9  # a model, a 16-bit pass, three methods, an analysis, three of the report
+    assert len(jobs) == JOBS
     on_gpu = [job for job in jobs if job.has_gpu]
     assert len(on_gpu) == 3
     for job in on_gpu:
@@ -47,7 +49,6 @@ def test_every_job_gets_what_its_rule_asks_for_and_gpu_jobs_never_share_the_gpu(
 
 def test_a_cancelled_job_is_submitted_again_and_gets_more_memory(command, tmp_path):
     process = command(*RUN)
-    records = tmp_path / "results" / "tiny" / "records"
     references = tmp_path / "results" / "tiny" / "references"
     wait_for(lambda: any(references.rglob("*.safetensors")), process)
     (victim, *_) = wait_for(lambda: running(tmp_path), process)
@@ -58,9 +59,8 @@ def test_a_cancelled_job_is_submitted_again_and_gets_more_memory(command, tmp_pa
     jobs = jobs_in(tmp_path)
     cancelled = [job for job in jobs if job.state.startswith("CANCELLED")]
     assert [job.number for job in cancelled] == [victim]
-    assert len(jobs) == 10
+    assert len(jobs) == JOBS + 1
     assert "6000M" in {job.memory for job in jobs if job.state == "COMPLETED"}
-    assert len(list(records.rglob("*.json"))) == 4
 
 
 def test_one_job_runs_everything_and_a_cancelled_one_goes_on(command, tmp_path):
