@@ -375,11 +375,11 @@ def _views(records: Found, selection: dict[str, Any]) -> Iterator[tuple[Path, di
 
 
 def lookup(content: Any, path: str) -> Any:
-    """What stands at a dotted path of nested dicts; None where there is nothing."""
+    """What stands at a dotted path of nested dicts, ``*``: their sum; None where there is nothing."""
     for part in path.split("."):
         if not isinstance(content, dict):
             return None
-        content = content.get(part)
+        content = sum(content.values()) if part == "*" else content.get(part)
     return content
 
 
