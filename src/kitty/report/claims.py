@@ -375,7 +375,7 @@ def _views(records: Found, selection: dict[str, Any]) -> Iterator[tuple[Path, di
 
 
 def lookup(content: Any, path: str) -> Any:
-    """What stands at a dotted path of nested dicts, ``*`` being their sum; None where nothing does."""
+    """What stands at a dotted path of nested dicts, ``*`` being their sum; None for nothing."""
     for part in path.split("."):
         if not isinstance(content, dict):
             return None
