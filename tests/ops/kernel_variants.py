@@ -127,6 +127,7 @@ def _decode(
     num_boosted: int = 32,
     queries_per_kv: int = 4,
     num_tokens: int = 1,
+    softcap: float = 0.0,
 ) -> dict:
     def choices(module: ModuleType) -> tuple[dict, dict]:
         plan = module.launch_plan(queries_per_kv, num_tokens, head_dim)
@@ -146,6 +147,7 @@ def _decode(
             "VALUE_UNPAGED": 160,
             "KEY_RING": 129,
             "VALUE_RING": 257,
+            "SOFTCAP": softcap,
             "ASM": True,
             "MOVMATRIX": module.MOVMATRIX_HOLDS,
         }
@@ -217,5 +219,8 @@ VARIANTS: list[dict] = [
     _decode("-d256", head_dim=256, num_boosted=64),
     _decode("-16-heads", queries_per_kv=16),
     _decode("-3-tokens", num_tokens=3),
+    _decode("-capped", softcap=50.0),
+    _decode("-capped-d256", head_dim=256, num_boosted=64, queries_per_kv=2, softcap=50.0),
+    _decode("-capped-3-tokens", num_tokens=3, softcap=50.0),
     _merge(),
 ]
