@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ COUNTED_STEPS = 2  # after all that is timed, under the profiler
 ROOM_MULTIPLE = 16  # a static cache of another length costs sdpa a padded copy of the mask
 SEGMENTS = 8  # into which the steps of a full run are grouped in a record
 DENSE_BYTES = 2  # of an element of a 16-bit cache
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings of torch's allocator
 # What else than torch's own exception says that memory ran out.
 FULL_MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -152,6 +154,7 @@ def _record(
         "cache_bytes_16bit": per_token * job.workload.total * job.workload.batch,
         "memory_budget_bytes": job.memory_budget_bytes,
         "budget_enforced": enforced,
+        "allocator": {name: os.environ[name] for name in ALLOCATOR if name in os.environ},
         "settings": job.settings(),
         "environment": environment(),
         "revision": revision(),
@@ -382,10 +385,10 @@ def _sampled(
     for start in reversed(starts) if runner.shrinks else starts:
         runner.fill(start - WARM_STEPS)
         clock.reset_peaks()
-        _, tokens = clock.steps(runner, tokens, WARM_STEPS)
-        times, tokens = clock.steps(runner, tokens, job.steps)
+        # in one go: behind a synchronization the device waits for the host, as it never does in a run
+        times, tokens = clock.steps(runner, tokens, WARM_STEPS + job.steps)
         clock.note_peaks(progress.peaks)
-        samples.append(_grouped(runner, start, times))
+        samples.append(_grouped(runner, start, times[WARM_STEPS:]))
         if start == starts[-1]:
             cache_bytes = runner.cache_bytes()
     _count_launches(runner, tokens, clock, progress)
