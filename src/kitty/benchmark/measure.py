@@ -385,7 +385,7 @@ def _sampled(
     for start in reversed(starts) if runner.shrinks else starts:
         runner.fill(start - WARM_STEPS)
         clock.reset_peaks()
-        # in one go: behind a synchronization the device waits for the host, as it never does in a run
+        # in one go: behind a synchronization the device waits for the host, as in no real run
         times, tokens = clock.steps(runner, tokens, WARM_STEPS + job.steps)
         clock.note_peaks(progress.peaks)
         samples.append(_grouped(runner, start, times[WARM_STEPS:]))
