@@ -59,6 +59,16 @@ def _tabulate_ops(records: Records, folder: Path) -> None:
     write_atomically(folder / "ops.csv", to_csv(records[0][1]["metrics"]["rows"]).encode())
 
 
+def _task_table_names(records: Records) -> list[str]:
+    names = [*report.task_table_files(), *report.paper_table_files()]
+    return [f"tables/{name}" for name in names]
+
+
+def _tabulate_tasks(records: Records, folder: Path) -> None:
+    report.write_task_tables(records, folder / "tables")
+    report.write_paper_tables(records, folder / "tables")
+
+
 def _draw_latency(records: Records, folder: Path) -> None:
     report.write_latency(records, folder / "latency", latency_figures())
 
@@ -73,6 +83,11 @@ FIGURES = (
         _figure_names,
         lambda records, folder: report.write_figures(records, folder / "figures"),
     ),
+    Family(
+        ("task",),
+        lambda _: [f"figures/{name}" for name in report.task_figure_files()],
+        lambda records, folder: report.write_task_figures(records, folder / "figures"),
+    ),
     Family(("ops",), lambda _: ["ops.pdf", "ops.png"], _draw_ops),
     Family(("latency",), lambda _: [f"latency/{x}" for x in latency_figures()], _draw_latency),
 )
@@ -82,6 +97,7 @@ TABLES = (
         _table_names,
         lambda records, folder: report.write_tables(records, folder / "tables"),
     ),
+    Family(("task",), _task_table_names, _tabulate_tasks),
     Family(("ops",), lambda _: ["ops.csv"], _tabulate_ops),
     Family(("latency",), lambda _: [f"latency/{x}" for x in latency_tables()], _tabulate_latency),
 )

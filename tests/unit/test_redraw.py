@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from sample_records import quality_record
+from sample_records import quality_record, task_record
 
 from kitty.errors import KittyError
 from kitty.paths import shipped
@@ -64,6 +64,18 @@ def test_every_promised_figure_is_drawn(committed):
     written = {str(p) for p in (committed / "out").rglob("*") if p.is_file()}
     assert written == set(redraw.figures())
     assert len([name for name in written if name.endswith(".png")]) == 2 * 3 + 1
+
+
+def test_scores_of_tasks_are_drawn_and_tabulated_too(tmp_path):
+    for method, score in (("fp16", 0.5), ("kivi-k2v2", 0.25), ("kitty-pro", 0.5)):
+        path = tmp_path / "reference/cpu/long/records/tasks" / f"{method}.json"
+        write_record(path, task_record(method, score))
+    redraw = Redraw.load(tmp_path / "reference", tmp_path / "out")
+    redraw.write_figures()
+    redraw.write_tables()
+    written = {str(p) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert written == {*redraw.figures(), *redraw.tables()}
+    assert any("tasks" in name for name in redraw.figures())
 
 
 def test_the_workflow_redraws_the_committed_reference_without_a_measuring_job(tmp_path):
