@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -534,8 +533,7 @@ def bench_ops(
     """Time every op of the packed cache; wrong kernels are not timed, fall-backs are an error."""
     from kitty.benchmark.ops import run
 
-    command = shlex.join(["kitty", *sys.argv[1:]])
-    raise typer.Exit(run(out, quick=quick, repeats=repeats, commit=None, command=command))
+    raise typer.Exit(run(out, quick=quick, repeats=repeats))
 
 
 bench_app.command("e2e", epilog=bench_commands.E2E_EXAMPLES)(bench_commands.e2e)

@@ -60,12 +60,19 @@ def test_enough_copies_make_a_cold_cache() -> None:
     assert ops.copies_of(1) == 16
 
 
+def test_the_command_on_record_is_the_one_to_type_and_names_no_folder_of_one_machine() -> None:
+    typed = ops.command_line(Path("results/reference/h200"), quick=False, repeats=9)
+    assert typed == "kitty bench ops --repeats 9 --out results/reference/h200"
+    elsewhere = ops.command_line(Path("/scratch/one/two"), quick=True, repeats=2)
+    assert elsewhere == "kitty bench ops --repeats 2 --quick"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_without_a_gpu_the_benchmark_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(KittyError, match="No GPU"):
-        ops.run(tmp_path, quick=True, repeats=1, commit=None, command="")
+        ops.run(tmp_path, quick=True, repeats=1)
     assert ops.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -353,7 +353,11 @@ def test_a_sliding_layer_is_compared_with_attention_over_its_window():
     assert full > 1e-3
 
 
-def test_exact_attention_over_a_window_is_the_softmax_over_its_tokens():
+@pytest.mark.parametrize("torch_groups_heads", [True, False])
+def test_exact_attention_over_a_window_is_the_softmax_over_its_tokens(
+    monkeypatch, torch_groups_heads
+):
+    monkeypatch.setattr("kitty.evaluation.offline.TORCH_GROUPS_HEADS", torch_groups_heads)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2, 6, 4, generator=generator, dtype=torch.float64)
     keys, values = torch.randn(2, 1, 1, 6, 4, generator=generator, dtype=torch.float64)

@@ -4,7 +4,7 @@ Correctness comes first: a wrong kernel is not timed. Every time is that of repl
 over several copies of the data, so that caches are cold as in a model with many layers. Writes
 ops.json (everything, raw repeats included), ops.csv and a figure.
 
-    python -m kitty.benchmark.ops --out results/reference/h200
+    kitty bench ops --out results/reference/h200
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import datetime
 import io
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from kitty.benchmark.timing import (
     interleaved,
     percentiles,
 )
+from kitty.cache.packed import TORCH_GROUPS_HEADS
 from kitty.environment import environment, revision
 from kitty.errors import KittyError
 from kitty.methods import Method, get_method
@@ -79,7 +81,8 @@ COLUMNS = (
     "note",
 )
 GRAPHS = "CUDA graph replay, cold cache"
-SDPA_NOTE = f"torch scaled_dot_product_attention fp16, enable_gqa=True; {GRAPHS}"
+HEADS_NOTE = "enable_gqa=True" if TORCH_GROUPS_HEADS else "KV heads expanded beforehand"
+SDPA_NOTE = f"torch scaled_dot_product_attention fp16, {HEADS_NOTE}; {GRAPHS}"
 
 
 @dataclasses.dataclass
@@ -207,19 +210,24 @@ def copies_of(num_bytes: int) -> int:
 
 
 def sdpa_calls(lengths: Sequence[int], capacity: int) -> list[Call]:
-    """fp16 attention of torch over dense keys and values, padded to the longest sequence."""
+    """fp16 attention of torch over dense keys and values, padded to the longest sequence.
+
+    A torch without enable_gqa reads every KV head once for each of its query heads.
+    """
     batch = len(lengths)
-    copies = copies_of(batch * capacity * HEADS * HEAD_DIM * 4)
+    heads = HEADS if TORCH_GROUPS_HEADS else QUERY_HEADS
+    copies = copies_of(batch * capacity * heads * HEAD_DIM * 4)
     calls: list[Call] = []
     for _ in range(copies):
         q = torch.randn(batch, QUERY_HEADS, 1, HEAD_DIM, dtype=torch.half, device=DEVICE)
-        k, v = torch.randn(2, batch, HEADS, capacity, HEAD_DIM, dtype=torch.half, device=DEVICE)
+        k, v = torch.randn(2, batch, heads, capacity, HEAD_DIM, dtype=torch.half, device=DEVICE)
         calls.append(_sdpa(q, k, v))
     return calls
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    return lambda: F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def kitty_calls(method: Method, dtype: torch.dtype, lengths: Sequence[int]) -> list[Call]:
@@ -520,7 +528,15 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def run(out: Path, *, quick: bool, repeats: int, commit: str | None, command: str) -> int:
+def command_line(out: Path, *, quick: bool, repeats: int) -> str:
+    """The command as a user types it; a folder of one machine alone is left out."""
+    words = ["kitty", "bench", "ops", "--repeats", str(repeats)]
+    words += ["--quick"] if quick else []
+    words += [] if out.is_absolute() else ["--out", out.as_posix()]
+    return shlex.join(words)
+
+
+def run(out: Path, *, quick: bool, repeats: int, commit: str | None = None) -> int:
     """Gate, measure, write; returns the exit code.
 
     Raises:
@@ -541,7 +557,7 @@ def run(out: Path, *, quick: bool, repeats: int, commit: str | None, command: st
         "schema_version": SCHEMA_VERSION,
         "kind": "ops",
         "experiment": "ops",
-        "command": command,
+        "command": command_line(out, quick=quick, repeats=repeats),
         "metrics": {
             "copy_bandwidth_bytes_per_s": round(bench.bandwidth),
             "rows": [row | {"raw_us": raw} for row, raw in zip(bench.rows, bench.raw, strict=True)],
@@ -571,16 +587,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15, help="timed replays of each graph")
     parser.add_argument("--commit", help="revision to record where no git checkout is")
     parsed = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    command = " ".join(["python -m kitty.benchmark.ops", *given])
     try:
-        return run(
-            parsed.out,
-            quick=parsed.quick,
-            repeats=parsed.repeats,
-            commit=parsed.commit,
-            command=command,
-        )
+        return run(parsed.out, quick=parsed.quick, repeats=parsed.repeats, commit=parsed.commit)
     except KittyError as error:
         print(error, file=sys.stderr)
         return 2

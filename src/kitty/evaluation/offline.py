@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitty.cache.packed import TORCH_GROUPS_HEADS
 from kitty.errors import KittyError
 from kitty.evaluation.bootstrap import RESAMPLES, Pages, bootstrap
 from kitty.evaluation.reference import (
@@ -120,14 +121,14 @@ def exact_attention(
         places = torch.arange(query.shape[-2], device=query.device)
         behind = places[:, None] - places  # [T, T]
         mask = (behind >= 0) & (behind < window)
+    options: dict[str, Any] = {}
+    if (groups := query.shape[1] // keys.shape[1]) > 1:
+        if TORCH_GROUPS_HEADS:
+            options["enable_gqa"] = True
+        else:
+            keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
     return functional.scaled_dot_product_attention(
-        query,
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=keys.shape[1] != query.shape[1],
+        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, **options
     )
 
 
