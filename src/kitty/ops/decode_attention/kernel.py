@@ -470,7 +470,7 @@ def decode_kernel(
     b_q = (b_q * b_norm[:, None]).to(tl.float16)
     b_qt = tl.trans(b_q)
     scale = softmax_scale * LOG2_E
-    b_kappa = scale / b_norm
+    b_kappa = (1.0 / b_norm) * scale  # powers of two: exact
     b_k0 = b_kappa * SUBNORMAL
     length = tl.load(p_seq_lens + i_b)
     # tokens before each query's own; the earliest and latest query of the call bound the pages
