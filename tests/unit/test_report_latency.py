@@ -77,12 +77,26 @@ def test_the_csv_has_a_row_for_every_run_and_leaves_open_what_did_not_run(folder
 
 def test_break_even_is_where_the_ratios_cross_one(runs) -> None:
     (by_name,) = runs.values()
-    own, peer = by_name["kitty-pro"], by_name["kitty-fp16"]
-    pairs = list(zip(own, peer, strict=False))[:3]
-    assert latency._speed_ratios(pairs) == ([8, 16, 32], [500 / 700, 1.0, 2.0])
-    lengths, ratios = latency._step_ratios(own[0], peer[0])
+    own = [latency.Pace.of(record) for record in latency.fitting(by_name["kitty-pro"])]
+    pairs = latency._side_by_side(own, latency.fitting(by_name["kitty-fp16"]))
+    batches, ratios = latency._speed_ratios(pairs)
+    assert batches == [8, 16, 32]
+    assert ratios == pytest.approx([500 / 700, 1.0, 2.0])
+    lengths, ratios = latency._step_ratios(*pairs[0])
     assert lengths == [160, 4096, 8184]
     assert ratios == [2.0, 2.0, 2.0]  # 20 ms over 10 ms
+
+
+def test_between_two_batches_the_time_of_a_run_lies_on_a_straight_line() -> None:
+    own = [
+        latency.Pace.of(latency_record("kitty-pro", 16, 1600.0, step_ms=10.0)),  # 10 ms a token
+        latency.Pace.of(latency_record("kitty-pro", 48, 2400.0, step_ms=20.0)),  # 20 ms
+    ]
+    others = [latency_record("hf-static", batch, 1000.0, step_ms=30.0) for batch in (8, 32, 64)]
+    ((mine, other),) = latency._side_by_side(own, others)  # the others lie outside
+    assert (mine.batch, mine.seconds, mine.times) == (32, 0.015, (15.0, 15.0, 15.0))
+    assert latency._speed_ratios([(mine, other)]) == ([32], [pytest.approx(0.032 / 0.015)])
+    assert latency._step_ratios(mine, other)[1] == [2.0, 2.0, 2.0]
 
 
 def test_the_figures_are_the_same_bytes_every_time_and_not_blank(folder, tmp_path) -> None:

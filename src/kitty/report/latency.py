@@ -53,7 +53,7 @@ CAPTIONS = {
         "Where Kitty-Pro pays. Left: its new tokens per second over those of each other cache at "
         "the same number of sequences. Right: the time of another cache's decode step over that of "
         "Kitty-Pro's, by tokens in the cache, at the largest batch that both hold. Above the line "
-        "Kitty-Pro is faster."
+        "Kitty-Pro is faster. Between its measured batches Kitty-Pro's time is interpolated."
     ),
 }
 NOTES = {
@@ -249,16 +249,12 @@ def draw_break_even(runs: Runs) -> Figure:
     """Kitty-Pro against the others by batch and by length, one row per model and workload."""
     figure, axes = _panels(runs)
     for (setting, by_name), (left, right) in zip(runs.items(), axes, strict=True):
-        own = {r["workload"]["batch"]: r for r in fitting(by_name.get(OWN, []))}
+        own = [Pace.of(record) for record in fitting(by_name.get(OWN, []))]
         for name, records in by_name.items():
-            shared = [
-                (own[batch], record)
-                for record in fitting(records)
-                if (batch := record["workload"]["batch"]) in own and name != OWN
-            ]
-            if shared:
-                left.plot(*_speed_ratios(shared), **_look(name))
-                right.plot(*_step_ratios(*shared[-1]), **_look(name))
+            pairs = [] if name == OWN else _side_by_side(own, fitting(records))
+            if pairs:
+                left.plot(*_speed_ratios(pairs), **_look(name))
+                right.plot(*_step_ratios(*pairs[-1]), **_look(name))
         left.set_title(setting.title)
         left.set_ylabel("throughput, Kitty-Pro / other")
         right.set_ylabel("step time, other / Kitty-Pro")
@@ -273,22 +269,65 @@ def draw_break_even(runs: Runs) -> Figure:
     return figure
 
 
-def _speed_ratios(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[int], list[float]]:
+@dataclass(frozen=True)
+class Pace:
+    """How fast one run was.
+
+    Attributes:
+        batch: sequences.
+        seconds: of the whole run, over its new tokens; NaN where it is not known.
+        lengths, times: milliseconds of a step by cached tokens.
+    """
+
+    batch: float
+    seconds: float
+    lengths: tuple[float, ...]
+    times: tuple[float, ...]
+
+    @classmethod
+    def of(cls, record: Record) -> Pace:
+        """That of a record."""
+        batch = record["workload"]["batch"]
+        return cls(
+            batch,
+            batch / _float(record["metrics"]["tokens_per_s"]),
+            tuple(sample["length"] for sample in record["samples"]),
+            tuple(sample["mean_ms"] for sample in record["samples"]),
+        )
+
+    def mixed(self, other: Pace, batch: float) -> Pace:
+        """That of a batch between two, on a straight line: time grows about evenly with it."""
+        share = (batch - self.batch) / (other.batch - self.batch) if batch != self.batch else 0.0
+        times = np.interp(self.lengths, other.lengths, other.times)
+        return Pace(
+            batch,
+            (1 - share) * self.seconds + share * other.seconds,
+            self.lengths,
+            tuple((1 - share) * a + share * b for a, b in zip(self.times, times, strict=True)),
+        )
+
+
+def _side_by_side(own: Sequence[Pace], records: Sequence[Record]) -> list[tuple[Pace, Pace]]:
+    """The own pace at the batches of other records that lie within the own ones."""
+    pairs = []
+    for other in map(Pace.of, records):
+        below = [pace for pace in own if pace.batch <= other.batch]
+        above = [pace for pace in own if pace.batch >= other.batch]
+        if below and above:
+            pairs.append((below[-1].mixed(above[0], other.batch), other))
+    return pairs
+
+
+def _speed_ratios(pairs: Sequence[tuple[Pace, Pace]]) -> tuple[list[float], list[float]]:
     """Batches, and throughput of the first of each pair over that of the second."""
-    ratios = [
-        _float(a["metrics"]["tokens_per_s"]) / _float(b["metrics"]["tokens_per_s"])
-        for a, b in pairs
-    ]
-    return [a["workload"]["batch"] for a, _ in pairs], ratios
+    return [a.batch for a, _ in pairs], [b.seconds / a.seconds for a, b in pairs]
 
 
-def _step_ratios(own: Record, other: Record) -> tuple[list[float], list[float]]:
+def _step_ratios(own: Pace, other: Pace) -> tuple[list[float], list[float]]:
     """Lengths at which the other was timed, and its step time over the own one there."""
-    lengths = [sample["length"] for sample in other["samples"]]
-    times = [sample["mean_ms"] for sample in other["samples"]]
-    at = [sample["length"] for sample in own["samples"]]
-    mine = np.interp(lengths, at, [sample["mean_ms"] for sample in own["samples"]])
-    return lengths, [float(t / m) for t, m in zip(times, mine, strict=True)]
+    mine = np.interp(other.lengths, own.lengths, own.times)
+    ratios = [float(t / m) for t, m in zip(other.times, mine, strict=True)]
+    return list(other.lengths), ratios
 
 
 DRAWERS = {"figure5": draw_figure5, "break_even": draw_break_even}
