@@ -18,10 +18,11 @@ rule generation:
     params:
         experiment=SOURCE,
         setting=lambda wildcards: PLAN.latency_setting(**wildcards),
+        results=lambda wildcards, output: Path(output[0]).parents[4],
     shell:
         "python3 -m kitty job latency --experiment {params.experiment:q} --model {wildcards.model:q}"
         " --implementation {wildcards.implementation:q} --workload {wildcards.workload:q}"
-        " --results {ROOT:q} > {log:q} 2>&1"
+        " --results {params.results:q} > {log:q} 2>&1"
 
 
 if LATENCY_FILES:

@@ -13,7 +13,7 @@ QUICK = [
     *("--slurm-init-seconds-before-status-checks", "3", "--seconds-between-status-checks", "3"),
     *("--latency-wait", "10"),
 ]
-# A model, a 16-bit pass, three methods, an analysis, two times; four jobs of tables, figures, report.
+# A model, a 16-bit pass, three methods, an analysis, two times; four of tables, figures, report.
 JOBS = 12
 RUN = ["run", "tiny", "--profile", "slurm", "--", *QUICK]
 
@@ -73,8 +73,9 @@ def test_one_job_runs_everything_and_a_cancelled_one_goes_on(command, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in first}
     (victim,) = running(tmp_path)
     scancel(victim)
-    output_of(process)
-    assert process.returncode != 0
+    told = output_of(process)
+    assert process.returncode == 1
+    assert "submit again" in told
     process = command(*submit)
     told = output_of(process)
     assert process.returncode == 0, told

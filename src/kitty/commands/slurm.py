@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,7 @@ def submit(
     import shlex
 
     from kitty.errors import KittyError
-    from kitty.launcher import check_writable
+    from kitty.launcher import ERROR_MARK, check_writable
     from kitty.site import Wanted, load_site, single_job
     from kitty.workflow import Plan
 
@@ -53,4 +54,11 @@ def submit(
         raise KittyError(
             "The program sbatch is not here: submit on a machine of the SLURM cluster."
         ) from None
+    if wait and not Path(plan.report()).exists():  # sbatch gives 0 for a cancelled job
+        print(
+            f"{ERROR_MARK}The job has ended and {plan.report()} is not there: its log is in "
+            f"{results}, and what is finished stays, so submit again.",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
     raise typer.Exit(done.returncode)
