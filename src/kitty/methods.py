@@ -141,8 +141,6 @@ class Method:
             return f"keys have {self.key_bits} bits"
         elif self.boost_ratio > 0 and self.boost_bits != PACKED_BOOST_BITS:
             return f"boosted channels have {self.boost_bits} bits"
-        if self.selection == "rotary" and 0 < self.boost_ratio < 1:
-            return "its kernels do not choose channels by rotary pair"
         if self.page_size % PACKED_PAGE_MULTIPLE:
             return f"page_size {self.page_size} is no multiple of {PACKED_PAGE_MULTIPLE}"
         return None

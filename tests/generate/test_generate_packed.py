@@ -38,7 +38,15 @@ def test_the_packed_cache_generates_what_the_simulation_does_with_the_papers_buf
 
 
 @pytest.mark.parametrize(
-    "name", ["kitty", "kivi-k2v2", "kivi-k4v2-sink", "kitty-37.5-variance", "kitty-25-random"]
+    "name",
+    [
+        "kitty",
+        "kivi-k2v2",
+        "kivi-k4v2-sink",
+        "kitty-37.5-variance",
+        "kitty-25-random",
+        "kitty-plus",
+    ],
 )
 def test_every_packable_method_holds_what_the_simulation_holds(name: str) -> None:
     model = kitty.enable(make("llama", torch.float32), name)

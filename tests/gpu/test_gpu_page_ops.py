@@ -54,7 +54,7 @@ def test_random_configurations_give_the_bytes_of_the_reference(seed: int) -> Non
         head_dim=head_dim,
         boost_ratio=draw.choice([0.0, 0.125, 0.25, 0.5, 1.0, draw.random()]),
         # the variance is no exact sum: channels of equal variance may be ordered by rounding
-        selection=draw.choice(["magnitude", "random"]),
+        selection=draw.choice(["magnitude", "random", "rotary"]),
         dtype=draw.choice([torch.float16, torch.bfloat16]),
         sink=draw.choice([0, 1, 32, draw.randrange(100)]),
         window=draw.choice([0, 128, draw.randrange(200)]),

@@ -198,6 +198,7 @@ VARIANTS: list[dict] = [
     _quantize_keys("-bf16", "bf16"),
     _quantize_keys("-random", SELECTION="random"),
     _quantize_keys("-variance", SELECTION="variance"),
+    _quantize_keys("-rotary", SELECTION="rotary"),
     _quantize_keys("-unboosted", D_BOOST=0),
     _quantize_keys("-all-boosted", D_BOOST=128),
     _quantize_keys("-d80", D=80, D_BOOST=20),

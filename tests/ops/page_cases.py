@@ -82,6 +82,8 @@ CASES = [
     Case(boost_ratio=0.01, lengths=(140, 3)),
     Case(selection="random", heads=3, rollback=2),
     Case(selection="variance", special=False),
+    Case(selection="rotary"),
+    Case(selection="rotary", head_dim=80, boost_ratio=0.125, dtype=torch.bfloat16, special=False),
     Case(unclean=False),
     Case(head_dim=80, boost_ratio=0.5, dtype=torch.bfloat16, unclean=False),
 ]

@@ -82,7 +82,7 @@ def test_effective_bits_are_those_of_the_format() -> None:
         ("fp16", False),
         ("kivi-k4v4", False),
         ("kivi-k2v4-sink", False),
-        ("kitty-plus", False),
+        ("kitty-plus", True),
         ("k1v2-sink", False),
     ],
 )

@@ -358,42 +358,69 @@ def careful_key_statistics(
 
 
 @triton.jit
+def of_pair(b_x, o_c, D: tl.constexpr):
+    """Sum of ``b_x`` ``[BLOCK_D]`` over each channel's rotary pair, c and (c + D/2) mod D."""
+    BLOCK_D: tl.constexpr = o_c.shape[0]
+    if BLOCK_D == D:
+        b_pair = tl.sum(tl.reshape(b_x, [2, D // 2]), axis=0)
+        return tl.reshape(tl.broadcast_to(b_pair[None, :], [2, D // 2]), [D])
+    else:
+        o_mate = (o_c + D // 2) % D
+        b_mate = tl.where(o_c[:, None] == o_mate[None, :], b_x[:, None], 0.0)
+        return b_x + tl.sum(b_mate, axis=0)
+
+
+@triton.jit
 def highest_magnitudes(
     p_x,
     first,
     stride_t,
     o_t,
     o_c,
+    b_low,
+    b_high,
     b_total,
     G: tl.constexpr,
     D: tl.constexpr,
     D_BOOST: tl.constexpr,
     RING: tl.constexpr,
+    ROTARY: tl.constexpr,
 ):
     """Which channels have the D_BOOST largest sums of magnitudes, exactly; ``b_total`` in fp32.
 
-    Only the gap at the cut matters. Where the fp32 sums leave it open, they are formed again in
-    fp64, exact: fp16 numbers are multiples of 2^-24, and a page's sum stays below 2^24.
+    With ROTARY the sums are those of a channel's pair, times the channel's range. Only the gap at
+    the cut matters. Where the fp32 scores leave it open, they are formed again in fp64. There the
+    sums are exact: fp16 numbers are multiples of 2^-24, and a page's sum stays below 2^24.
     """
     STEP: tl.constexpr = o_t.shape[0]
+    # roundings of a score: G - 1 of its sums, and with ROTARY three more
+    ROUNDINGS: tl.constexpr = G + 4 if ROTARY else G
     b_total = tl.where(o_c < D, b_total, 0.0)
+    if ROTARY:
+        b_total = (b_high - b_low) * of_pair(b_total, o_c, D)
     # fp32 numbers ≥ 0 are ordered like their bits; a difference's sign counts those above
     b_bits = b_total.to(tl.int32, bitcast=True)
     above = (b_bits[None, :] - b_bits[:, None]).to(tl.uint32, bitcast=True) >> 31
     boosted = (tl.sum(above, axis=0).to(tl.int32) < D_BOOST) & (o_c < D)
     lowest = tl.min(tl.where(boosted, b_total, float("inf")), axis=0)
     next_one = tl.max(tl.where(boosted, -1.0, b_total), axis=0)
-    # equal sums at the cut give too many; a sum of G magnitudes in fp32 is off by at most
-    # (G - 1) · 2^-24 of itself
+    # equal scores at the cut give too many; each is off by at most ROUNDINGS · 2^-24 of itself
     surplus = tl.sum(boosted.to(tl.int32), axis=0) > D_BOOST
-    if surplus | (lowest - next_one <= lowest * (G / 8388608)):
+    if surplus | (lowest - next_one <= lowest * (ROUNDINGS / 8388608)):
         b_sum = tl.zeros([STEP, o_c.shape[0]], tl.float64)
         for i_step in range(G // STEP):
             row = first + i_step * STEP
             b_raw = load_rows(p_x, row, 0, stride_t, o_t, (o_c < D)[None, :], o_c, RING)
             b_sum += tl.where(finite(b_raw), tl.abs(saturated(b_raw)), 0.0).to(tl.float64)
-        b_score = (tl.sum(b_sum, axis=0) * FIXED_POINT).to(tl.int64)
-        boosted = highest(b_score, o_c, D, D_BOOST, True)
+        b_exact = tl.sum(b_sum, axis=0)
+        if ROTARY:
+            b_reach = b_high.to(tl.float64) - b_low.to(tl.float64)
+            b_exact = b_reach * of_pair(b_exact, o_c, D)
+            # fp64 numbers ≥ 0 are ordered like their bits
+            boosted = highest(b_exact.to(tl.int64, bitcast=True), o_c, D, D_BOOST, False)
+        else:
+            b_score = (b_exact * FIXED_POINT).to(tl.int64)
+            boosted = highest(b_score, o_c, D, D_BOOST, True)
     return boosted
 
 
@@ -473,7 +500,8 @@ def quantize_key_page(
     o_c = tl.arange(0, BLOCK_D)
     m_c = o_c < D
     CHOOSES: tl.constexpr = (D_BOOST > 0) and (D_BOOST < D)
-    SUM: tl.constexpr = SELECTION if CHOOSES else "none"
+    ROTARY: tl.constexpr = SELECTION == "rotary"
+    SUM: tl.constexpr = ("magnitude" if ROTARY else SELECTION) if CHOOSES else "none"
 
     b_low, b_high, b_sum = key_statistics(
         p_x, first, stride_t, o_t, o_c, G, D, RING, SUM, UNROLL, ASM
@@ -490,8 +518,10 @@ def quantize_key_page(
             b_hash = hash_channels(seed, layer, i_h, i_page, o_c)
             b_score = 0xFFFFFFFF - b_hash.to(tl.int64)
             boosted = highest(b_score, o_c, D, D_BOOST, True)
-        elif SELECTION == "magnitude":
-            boosted = highest_magnitudes(p_x, first, stride_t, o_t, o_c, b_sum, G, D, D_BOOST, RING)
+        elif SUM == "magnitude":
+            boosted = highest_magnitudes(
+                p_x, first, stride_t, o_t, o_c, b_low, b_high, b_sum, G, D, D_BOOST, RING, ROTARY
+            )
         else:
             b_square = sum_of_squares(p_x, first, stride_t, o_t, o_c, b_sum / G, G, D, RING)
             # fp64 numbers ≥ 0 are ordered like their bits
