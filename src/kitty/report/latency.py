@@ -263,7 +263,8 @@ def draw_break_even(runs: Runs) -> Figure:
         for panel in (left, right):
             panel.axhline(1, color=INK, lw=1, ls=(0, (4, 2)))
             panel.grid(axis="y")
-            panel.set_ylim(0, 1.06 * panel.get_ylim()[1])
+            panel.set_yscale("log", base=2)
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             sns.despine(ax=panel)
     _legend(figure, axes)
     return figure
