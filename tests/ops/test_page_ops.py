@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from page_cases import (
@@ -138,6 +139,31 @@ def test_sums_of_magnitudes_that_differ_in_the_last_bit_are_told_apart(
     with interpreting(kernel and device == "cpu"):
         quantize_pages(k, k, keys, values, table, table, lens, case.method)
     assert keys.boosted.tolist() == [[[9]]]
+
+
+def _fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x·y + z of fp32 numbers, rounded once."""
+    wide = [part.astype(np.longdouble) for part in (x, y, z)]
+    return (wide[0] * wide[1] + wide[2]).astype(np.float32)
+
+
+@pytest.mark.parametrize("top", [3, 15])
+def test_a_product_corrected_by_its_remainder_rounds_like_the_division(top: int) -> None:
+    # every significand of fp32: those of one binade, since nothing here is subnormal
+    x = np.arange(2**23, 2**24, dtype=np.int32).astype(np.float32)
+    divisor, part = np.float32(top), np.float32(1 / top)
+    product = x * part
+    remainder = _fused(-product, divisor, x)
+    assert (_fused(remainder, part, product) == x / divisor).all()
+
+
+@pytest.mark.parametrize("steps_off", [-2, -1, 0, 1, 2])
+def test_an_inverse_corrected_by_its_remainder_is_right_for_every_scale(steps_off: int) -> None:
+    scale = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    exact = np.float32(1) / scale
+    near = (exact.view(np.int32) + steps_off).view(np.float32)  # the GPU's may be one step off
+    remainder = _fused(-scale, near, np.ones_like(scale))
+    assert (_fused(remainder, near, near) == exact).all()
 
 
 def test_a_page_without_an_id_is_skipped(device: str) -> None:
