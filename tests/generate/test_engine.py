@@ -61,6 +61,24 @@ def test_steps_by_hand_give_what_generate_gives() -> None:
     assert "CUDA graphs need a GPU" in str(engine.fallback_reason)
 
 
+def test_a_compiled_step_needs_no_graph_and_gives_the_same_tokens(monkeypatch) -> None:
+    compiled = []
+
+    def counted(forward, **options):
+        def run(**inputs):
+            compiled.append(inputs["input_ids"].shape)
+            return forward(**inputs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", counted)
+    ids, mask = prompt(*LENGTHS)
+    expected = greedy(kitty.enable(make("llama", torch.float32), PRO), ids, mask, max_new_tokens=9)
+    model = kitty.enable(make("llama", torch.float32), PRO, compile=True)
+    assert torch.equal(greedy(model, ids, mask, max_new_tokens=9), expected)
+    assert compiled == [(3, 1)] * 8
+
+
 def test_preallocated_pages_keep_their_addresses_and_give_the_same_tokens() -> None:
     model = kitty.enable(make("llama", torch.float32), PRO)
     ids, mask = prompt(*LENGTHS)

@@ -403,15 +403,9 @@ class KittyCache(KittyCacheBase):
         """Why a CUDA graph cannot replay decode steps over this cache; None where it can."""
         if self.max_length is None:
             return "the cache grows on demand, so its addresses change (give max_length)"
-        if not all(self._lengths):
-            return "a sequence has no token yet"
-        if any(isinstance(layer, SimulatedLayer) for layer in self.layers.values()):
-            return "the model has sliding-window layers, whose windows move"
-        devices = {layer.device for layer in self.layers.values()}  # type: ignore[union-attr]
+        devices = {x.device for x in self.layers.values() if isinstance(x, PackedLayer)}
         if len(devices) > 1:
             return "the model's layers are on several devices"
-        if self.observer is not None:
-            return "an observer watches every call"
         return None
 
     def count_step(self) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kitty.errors import KittyError
 from kitty.integrations.transformers.cache import KittyCache
-from kitty.integrations.transformers.step import StepCache, stepping
+from kitty.integrations.transformers.step import STAND_IN, stepping
 
 logger = logging.getLogger("kitty")
 PREFILL_TOKENS = 16384  # of a prompt part: fills a GPU, and bounds what its activations take
@@ -80,6 +80,7 @@ class DecodeEngine:
             torch.compile(self._forward, dynamic=False) if compile else self._forward
         )
         self._model = model
+        self._compiles = compile
         self._slides = _slides(model)
         self._obstacle = None if graph else "graphs are switched off"
         self._captured: _CapturedStep | None = None
@@ -168,8 +169,9 @@ class DecodeEngine:
         """A first call; by parts where it is large and nothing in it spans sequences."""
         batch, length = input_ids.shape
         size = min(batch, sub_batch or max(1, self.prefill_tokens // max(1, length)))
-        splittable = rest.get("logits_to_keep") == 1 and not self._slides
-        if size >= batch or not splittable or _beyond(rest, _HARMLESS) - _STEP_INPUTS:
+        beyond = _beyond(rest, _HARMLESS) - _STEP_INPUTS
+        splittable = "logits_to_keep" in rest and not beyond and not self._slides
+        if size >= batch or not splittable:
             return self._plain({"input_ids": input_ids, "attention_mask": attention_mask, **rest})
         with self.cache.filling(batch) as fill:
             outputs = []
@@ -186,17 +188,23 @@ class DecodeEngine:
         return out
 
     def _step(self, inputs: dict[str, Any]) -> Any:
-        self.fallback_reason = self._reason(inputs)
+        unusual = self._unusual(inputs)
+        self.fallback_reason = unusual or self._no_graph(inputs["input_ids"].device)
         if self.fallback_reason is not None:
             _log_once(self.fallback_reason)
             self.counters["eager_steps"] += 1
-            return self._plain(inputs)
+            if unusual or not self._compiles:
+                return self._plain(inputs)
         tokens = inputs["input_ids"]
         column = inputs.get("cache_position")
         if column is None:
             column = _to_device([self.cache.get_seq_length()], tokens.device)
         positions = inputs.get("position_ids")
         positions = column[None, :] if positions is None else positions
+        if self.fallback_reason is not None:
+            self.cache.count_step()
+            with stepping(self._model, self.cache):
+                return self._with_cache(_run_step(self._step_forward, tokens, positions, column))
         captured = self._captured
         if captured is None or captured.addresses != self.cache.state.addresses():
             return self._first_step(tokens, positions, column)
@@ -206,9 +214,7 @@ class DecodeEngine:
             return self._first_step(tokens, positions, column, counted=True)
         self.counters["graph_replays"] += 1
         captured.enter(tokens, positions, column)
-        out = captured.replay()
-        out["past_key_values"] = self.cache
-        return out
+        return self._with_cache(captured.replay())
 
     def _first_step(
         self, tokens: Tensor, positions: Tensor, column: Tensor, *, counted: bool = False
@@ -221,8 +227,7 @@ class DecodeEngine:
         if not counted:
             self.cache.count_step()
         with stepping(self._model, self.cache):
-            out = captured.run()
-        out["past_key_values"] = self.cache
+            out = self._with_cache(captured.run())
         try:
             with stepping(self._model, self.cache):
                 captured.capture()
@@ -236,25 +241,37 @@ class DecodeEngine:
             self.counters["graph_captures"] += 1
         return out
 
-    def _reason(self, inputs: dict[str, Any]) -> str | None:
-        """Why this step cannot be replayed from a graph; None if it can."""
-        tokens = inputs["input_ids"]
-        if self._obstacle is not None:
-            return self._obstacle
-        if not tokens.is_cuda:
-            return f"the model runs on {tokens.device.type}, and CUDA graphs need a GPU"
-        obstacle = self.cache.graph_obstacle()
-        if obstacle is None and tokens.device != self.cache.device:
-            obstacle = "the model's layers are on several devices"
-        if obstacle is not None:
-            return obstacle
+    def _with_cache(self, out: Any) -> Any:
+        """The result of a step, with the cache in the place of its stand-in."""
+        out["past_key_values"] = self.cache
+        return out
+
+    def _unusual(self, inputs: dict[str, Any]) -> str | None:
+        """What a call asks for beyond a plain step; None if nothing."""
+        if self._slides:
+            return "the model has sliding-window layers, whose windows move"
         beyond = _beyond(inputs, _HARMLESS) - _STEP_INPUTS
         if beyond:
             return f"the call asks for {', '.join(sorted(beyond))}"
+        if not all(self.cache.real_lengths):
+            return "a sequence has no token yet"
+        if self.cache.observer is not None:
+            return "an observer watches every call"
         mask = inputs.get("attention_mask")
         if mask is not None and (mask.dim() != 2 or not bool(mask[:, -1].all())):
             return "the step's mask holds more than real tokens"
         return None
+
+    def _no_graph(self, device: torch.device) -> str | None:
+        """Why a plain step cannot be replayed from a graph; None if it can."""
+        if self._obstacle is not None:
+            return self._obstacle
+        if device.type != "cuda":
+            return f"the model runs on {device.type}, and CUDA graphs need a GPU"
+        obstacle = self.cache.graph_obstacle()
+        if obstacle is None and device != self.cache.device:
+            return "the model's layers are on several devices"
+        return obstacle
 
 
 class _CapturedStep:
@@ -266,7 +283,6 @@ class _CapturedStep:
         self._tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._column = torch.zeros(1, dtype=torch.long, device=device)
-        self._stand_in = StepCache()
         self._graph = torch.cuda.CUDAGraph()
         self._out: Any = None
 
@@ -278,15 +294,7 @@ class _CapturedStep:
 
     def run(self) -> Any:
         """The model's forward pass on the inputs; the cache has counted the step."""
-        return self._forward(
-            input_ids=self._tokens,
-            attention_mask=None,
-            position_ids=self._positions,
-            cache_position=self._column,
-            past_key_values=self._stand_in,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        return _run_step(self._forward, self._tokens, self._positions, self._column)
 
     def capture(self) -> None:
         """Record the step; nothing is executed."""
@@ -299,6 +307,21 @@ class _CapturedStep:
         out = type(self._out)(**self._out)
         out.logits = self._out.logits.clone()
         return out
+
+
+def _run_step(
+    forward: Callable[..., Any], tokens: Tensor, positions: Tensor, column: Tensor
+) -> Any:
+    """A model's forward pass for one token of every sequence, within ``stepping``."""
+    return forward(
+        input_ids=tokens,
+        attention_mask=None,
+        position_ids=positions,
+        cache_position=column,
+        past_key_values=STAND_IN,
+        use_cache=True,
+        logits_to_keep=1,
+    )
 
 
 class Forward:
