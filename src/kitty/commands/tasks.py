@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +14,12 @@ eval_app = typer.Typer(help="Quality of a method: on a text, or in downstream ta
 RunCodeOption = Annotated[
     bool, typer.Option("--run-code", help="Let tasks such as HumanEval run what the model writes.")
 ]
+
+
+def quiet() -> None:
+    """Keep the progress bars of libraries out of logs; tqdm looks when it is imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 @eval_app.command(
@@ -90,6 +98,7 @@ def eval_lm(
     recall tasks (key_retrieval, span_copy, induction), are scored in one pass in which every token
     sees what decoding would show it.
     """
+    quiet()
     from kitty.cli import check_out, progress_bar, set_threads
     from kitty.jobs import TaskJob, measure_task
     from kitty.methods import get_method
@@ -162,6 +171,7 @@ def eval_agree(
     They may first differ only at a step whose two best logits are closer than the logits of the two
     caches differ (each by the measured error); anything else ends with exit status 1.
     """
+    quiet()
     from kitty.cli import progress_bar, set_threads, show_table
     from kitty.evaluation.agreement import check_method, compare_task
     from kitty.evaluation.downstream import load_lm_task
@@ -224,6 +234,7 @@ def run_task_job(
     run_code: RunCodeOption = False,
 ) -> None:
     """Run one downstream task of an experiment."""
+    quiet()
     from kitty.cli import progress_bar, set_threads
     from kitty.experiments import load_experiment
     from kitty.jobs import measure_task, task_job

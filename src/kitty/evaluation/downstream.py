@@ -7,6 +7,7 @@ in through its ``custom_dataset``, and generated code is run by a filter and met
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,7 @@ def load_lm_task(setting: TaskSetting, seeds: dict[str, int]) -> dict[str, Any]:
     """
     import datasets
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is meant here
     set_seeds(seeds)  # a task may shuffle as it loads
     datasets.disable_progress_bars()
     datasets.disable_caching()  # a shuffle of another seed must not come from a cache
