@@ -329,3 +329,34 @@ def test_simulated_and_packed_cache_agree_on_twenty_problems_of_a_real_model():
     found = compare_task(ours, load_lm_task(setting, seeds(0)), 20, 48)
     assert len(found) == 20
     assert all(comparison.explained for comparison in found)
+
+
+def test_a_group_has_the_score_of_all_its_tasks_together():
+    from kitty.paths import configs_dir
+
+    setting = load_task("mmlu_flan_cot_fewshot_stem")
+    object.__setattr__(setting, "folder", "mmlu")
+    setting = setting.changed(
+        {"data": str(configs_dir() / "standins" / "mmlu.jsonl"), "limit": 2, "num_fewshot": 0}
+    )
+    ours = lm()
+    ours._in_batches = lambda kind, requests, *rest: [
+        "The answer is (C)." if i % 2 == 0 else "no idea" for i in range(len(requests))
+    ]
+    scores = evaluate_task(ours, setting, seeds(0), run_code=False)
+    entry = scores.metrics["exact_match,get-answer"]  # of the first two problems the first is (C)
+    assert entry["value"] == pytest.approx(0.5)
+    assert entry["n"] == len(scores.samples) == 2 * len({s["task"] for s in scores.samples})
+
+
+def test_the_packed_cache_gives_the_likelihoods_of_the_simulated_one():
+    pairs = [(words(330), "abc"), (words(300, 1), "hd")]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    found = {}
+    for cache in ("simulate", "packed"):
+        ours = lm(get_method("kitty-pro"), cache, batch_size=2)
+        found[cache] = [value for value, _ in ours.loglikelihood(asked, disable_tqdm=True)]
+        assert ours.journal.pages_read > 0
+    dense = lm(get_method("fp16"), batch_size=2).loglikelihood(asked, disable_tqdm=True)
+    assert found["packed"] == pytest.approx(found["simulate"], rel=1e-4)
+    assert found["packed"] != pytest.approx([value for value, _ in dense], rel=1e-4)
