@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -311,3 +314,23 @@ def test_an_unexpected_fall_back_is_a_failure() -> None:
 def test_every_implementation_has_a_runner() -> None:
     for name in IMPLEMENTATIONS:
         assert issubclass(ways.runner_class(job(name)), ways.Runner)
+
+
+def test_the_command_finds_the_largest_batch_and_goes_on_from_its_records(tmp_path) -> None:
+    command = [sys.executable, "-m", "kitty", "bench", "e2e", "--model-config", "qwen3-tiny"]
+    command += ["--dummy-weights", "--prompt", "8", "--new", "4", "-i", "hf-dynamic"]
+    command += ["--batch", "1,2", "--memory-budget", "1GB", "--out", str(tmp_path)]
+    options = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run([*command, "--largest"], **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hf-dynamic: largest batch that fits: 2\n"
+    assert "recorded but not enforced on cpu" in done.stderr
+    paths = sorted(tmp_path.rglob("*.json"))
+    assert [path.name for path in paths] == ["p8-n4-b1.json", "p8-n4-b2.json"]
+    assert read_record(paths[0])["memory_budget_bytes"] == 10**9
+    assert read_record(paths[0])["budget_enforced"] is False
+    before = [path.stat().st_mtime_ns for path in paths]
+    again = subprocess.run([*command, "--json"], **options)
+    assert again.returncode == 0, again.stderr
+    assert [record["workload"]["batch"] for record in json.loads(again.stdout)] == [1, 2]
+    assert [path.stat().st_mtime_ns for path in paths] == before
