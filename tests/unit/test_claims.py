@@ -276,10 +276,25 @@ def test_the_largest_batch_that_ran_counts_and_only_under_the_same_budget():
     assert (found.verdict, found.ours) == (REPRODUCED, "8 (A100)")
     found = judged(latencies(*runs), "figure-5/batch")
     assert (found.verdict, found.ours) == (CONTRADICTED, "4 (A100)")
-    apart = latencies(("hf-static", 32, 600.0)) + latencies(("kitty-pro", 256, 1.0), budget=10**12)
+    apart = latencies(*runs[:2]) + latencies(("kitty-pro", 256, 1.0), budget=10**12)
     assert judged(apart, "figure-5/batch").verdict == NOT_RUN_HERE
-    apart = latencies(("hf-static", 32, 600.0)) + latencies(("kitty-pro", 256, 1.0), gpu="H200")
+    apart = latencies(*runs[:2]) + latencies(("kitty-pro", 256, 1.0), gpu="H200")
     assert judged(apart, "figure-5/batch").verdict == NOT_RUN_HERE
+
+
+def test_a_batch_is_the_largest_only_where_a_larger_one_is_known_not_to_fit():
+    runs = [("hf-static", 32, 600.0), ("kitty-pro", 256, 1560.0)]
+    assert judged(latencies(*runs), "figure-5/batch").verdict == NOT_RUN_HERE
+    records = latencies(*runs)
+    # 60 GB at batch 32, of which 30 GB are cache: 64 would take 90 GB of the 80
+    records[0]["metrics"]["peak_allocated_bytes"] = 60 * 10**9
+    records[0]["cache_bytes"] = {"total": 30 * 10**9}
+    assert judged(records, "figure-5/batch").verdict == REPRODUCED
+    records[0]["cache_bytes"] = {"total": 15 * 10**9}
+    assert judged(records, "figure-5/batch").verdict == NOT_RUN_HERE
+    # what another implementation cannot hold says nothing
+    full = latencies(*runs, ("hf-dynamic", 64, None))
+    assert judged(full, "figure-5/batch").verdict == NOT_RUN_HERE
 
 
 def test_throughput_is_compared_at_each_ones_best_batch():

@@ -355,7 +355,32 @@ def _pick(
     return {
         group: Picked(_reduce([value for value, _ in items], figure), _paths(items))
         for group, items in taken.items()
+        if "step" not in figure or _is_largest(items, records, figure["step"])
     }
+
+
+def _is_largest(items: list[tuple[Any, Path]], records: Found, step: float) -> bool:
+    """Whether the largest batch that ran is known to be the last one.
+
+    Either a larger one of the same run and implementation ran out of memory, or ``step`` times
+    the batch cannot fit: the peak and the further cache are more than the budget.
+    """
+    largest, path = max(items, key=lambda item: float(item[0]))
+    best = next(record for place, record in records if place == path)
+    budget, peak = best["memory_budget_bytes"], best["metrics"]["peak_allocated_bytes"]
+    held = best["cache_bytes"].get("total") or best.get("cache_bytes_16bit", 0)
+    if None not in (budget, peak) and peak + (step - 1) * held > budget:
+        return True
+    asked = [best["workload"][name] for name in ("prompt_tokens", "new_tokens")]
+    return any(
+        record["kind"] == best["kind"]
+        and run_of(place) == run_of(path)
+        and record["implementation"] == best["implementation"]
+        and record["outcome"] == "out_of_memory"
+        and record["workload"]["batch"] > largest
+        and [record["workload"][n] for n in ("prompt_tokens", "new_tokens")] == asked
+        for place, record in records
+    )
 
 
 def _paths(items: list[tuple[Any, Path]]) -> tuple[Path, ...]:
