@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -240,3 +241,44 @@ def test_selected_sequences_share_pages_that_are_never_written_again() -> None:
     ids = pair.state.key_ids
     assert ids[0][:2] == ids[1][:2]
     assert len({ids[0][2], ids[1][2], ids[2][2]}) == 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_of_calls_crops_and_selections_equals_the_simulation(seed: int) -> None:
+    draw = random.Random(seed)
+    method = METHOD.replace(
+        sink=draw.choice([0, 4, 33]),
+        window=draw.choice([0, 8, 130]),
+        rollback=draw.choice([0, 3, 140]),
+        boost_ratio=draw.choice([0.0, 0.25, 1.0]),
+    )
+    pair = Pair(method, **draw.choice([{}, {"max_length": 300}, {"max_length": 2000}]))
+    batch = draw.randint(1, 4)
+    longest = [0] * batch
+    dense = draw.random() < 0.7
+    for step in range(24):
+        action = draw.choice(["call", "call", "call", "steps", "crop", "select"])
+        if action == "crop" and pair.packed.buffers is not None:
+            left = [
+                min(n, method.rollback - (most - n))
+                for n, most in zip(pair.packed.lengths, longest, strict=True)
+            ]
+            removed = [draw.randint(0, max(0, most)) for most in left]
+            pair.state.crop(removed)
+            pair.simulated.crop(removed)
+        elif action == "select" and pair.packed.buffers is not None:
+            order = [draw.randrange(batch) for _ in range(draw.randint(1, 4))]
+            pair.state.select(torch.tensor(order))
+            pair.simulated.select(torch.tensor(order))
+            longest, batch = [longest[i] for i in order], len(order)
+        else:
+            for _ in range(draw.randint(2, 5) if action == "steps" else 1):
+                width = 1 if action == "steps" else draw.choice([1, 2, 40, 150, 290])
+                real = None
+                if draw.random() < 0.6:
+                    real = torch.rand(batch, width, generator=torch.Generator().manual_seed(step))
+                    real = real < draw.choice([0.0, 0.3, 0.95])
+                pair.feed(*tokens(width, batch, seed=100 * seed + step), real, dense_prefill=dense)
+            longest = [max(x) for x in zip(longest, pair.packed.lengths, strict=True)]
+        if pair.packed.buffers is not None:
+            pair.check_content()
