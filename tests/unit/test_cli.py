@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from sample_records import quality_record
+
+from kitty.records import write_record
 
 
 def kitty(*arguments, cwd=None):
@@ -18,7 +21,7 @@ def kitty(*arguments, cwd=None):
 @pytest.mark.parametrize(
     "command",
     [
-        *("methods", "run", "eval", "analyze", "report", "doctor", "compare", "submit"),
+        *("methods", "run", "eval", "analyze", "report", "doctor", "compare", "submit", "claims"),
         *("instances run", "instances status"),
     ],
 )
@@ -155,3 +158,21 @@ def test_eval_measures_a_users_text_and_writes_a_record(tmp_path):
 
     exact = kitty(*common, "--method", "fp16", "--json", cwd=tmp_path)  # with the same reference
     assert json.loads(exact.stdout)["metrics"]["top1"] == 1
+
+
+def test_claims_of_a_folder_are_printed_and_written_into_a_document(tmp_path):
+    write_record(tmp_path / "records" / "a.json", quality_record("kivi-k2v2", [0.5, 0.6]))
+    write_record(tmp_path / "records" / "b.json", quality_record("kivi-k2v2-sink", [0.2, 0.3]))
+    document = tmp_path / "doc.md"
+    document.write_text("# Doc\n<!-- claims:begin -->\n<!-- claims:end -->\n")
+    answer = kitty("claims", str(tmp_path), "--write", str(document))
+    assert answer.returncode == 0, answer.stderr
+    head, *lines = [line.split("\t") for line in answer.stdout.splitlines()]
+    rows = {row[0]: dict(zip(head, row, strict=True)) for row in lines}
+    assert rows["ordering/sink"]["verdict"] == "reproduced"
+    assert rows["ordering/sink"]["records"].count(".json") == 2
+    assert rows["kernel/append"]["verdict"] == "not run here"
+    assert "`ordering/sink`" in document.read_text()
+    answer = kitty("claims", str(tmp_path / "nothing"))
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    assert "There is no folder" in answer.stderr
