@@ -167,17 +167,24 @@ class TaskJob:
     run_code: bool = False
     experiment: str = "none"
 
-    def decides(self) -> dict[str, Any]:
-        """What an answer depends on, but for the number of problems."""
+    def setting(self) -> dict[str, Any]:
+        """What an answer depends on besides model and versions, but for the number of problems."""
         left_out = ("limit", "runs_code", "data", "title", "metric")
         task = {k: v for k, v in self.task.to_dict().items() if k not in left_out}
         return {
-            "model": describe_model(self.spec, self.dtype),
             "task": task,
             "method": self.method.to_dict(),
             "cache": self.cache,
             "seeds": seeds(self.repeat, self.first_seed),
-            "versions": {name: package_version(name) for name in ("torch", "lm-eval")},
+        }
+
+    def decides(self) -> dict[str, Any]:
+        """All that an answer depends on: what is kept of another model or version is not used."""
+        versions = {name: package_version(name) for name in ("torch", "transformers", "lm-eval")}
+        return {
+            "model": describe_model(self.spec, self.dtype),
+            "versions": versions,
+            **self.setting(),
         }
 
 

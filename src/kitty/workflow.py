@@ -145,7 +145,9 @@ class Plan:
         """What a task record depends on."""
         run = self.task_run(model, task, method, repeat)
         job = task_job(self.experiment, run, run_code=True)
-        return {**job.decides(), "limit": run.task.limit}
+        dtype = job.dtype or job.spec.dtype
+        weights = {"model": job.spec.source, "dtype": dtype}
+        return {**weights, **job.setting(), "limit": run.task.limit}
 
     def latency_setting(self, model: str, implementation: str, workload: str) -> dict[str, Any]:
         """What the record of an end-to-end measurement depends on."""

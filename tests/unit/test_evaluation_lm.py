@@ -304,6 +304,16 @@ def test_a_stopped_job_goes_on_and_ends_with_the_same_predictions(folder, tmp_pa
     assert record["quantized_pages_read"] == whole["quantized_pages_read"]
 
 
+def test_a_gated_model_without_a_login_is_told_in_one_sentence(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it.")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    with pytest.raises(KittyError, match=r"for a gated model, the login \(You are .* gated repo"):
+        measure_task(job("llama-3.1-8b-instruct"), tmp_path / "r0.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_texts_too_short_for_the_buffers_are_an_error_and_no_16_bit_result(folder, tmp_path):
     long_sink = get_method("kitty", sink=3000)
     with pytest.raises(KittyError, match=r"read no quantized page.*more shots"):
