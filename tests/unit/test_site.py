@@ -128,3 +128,22 @@ def test_a_job_asked_to_end_lets_its_command_end_first(tmp_path):
     told, _ = process.communicate(timeout=20)
     assert told == "cleaned\n"
     assert process.returncode == 5
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        ("account: lab\njobs: 7\n", {"jobs": "7"}),
+        ("image: /a.sif\napptainer_args: ''\n", {"software-deployment-method": "apptainer"}),
+        ("image: /a.sif\n", {"apptainer-args": "--nv"}),
+    ],
+)
+def test_the_slurm_profile_follows_the_site_file(site_file, content, expected):
+    profiles = pytest.importorskip("snakemake.profiles")
+    site_file.write_text(content)
+    with (configs_dir() / "profiles" / "slurm" / "config.yaml").open() as file:
+        found = profiles.ProfileConfigFileParser().parse(file)
+    assert found["executor"] == "slurm"
+    assert {name: found[name] for name in expected} == expected
+    assert ("apptainer-args" in found) == ("apptainer-args" in expected)
+    assert ("slurm_account=lab" in found["default-resources"]) == ("account" in content)
