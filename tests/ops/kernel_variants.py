@@ -35,7 +35,10 @@ def _quantize_keys(name: str, dtype: str = "fp16", **changes: object) -> dict:
     def choices(module: ModuleType) -> tuple[dict, dict]:
         constants = {**PAGES, "UNPAGED": 32, "SINK": 32, "SELECTION": "magnitude", "ASM": True}
         constants |= changes
-        return _with_options(module, constants, module.KEY_OPTIONS, constants["BLOCK_D"])
+        block_d = constants["BLOCK_D"]
+        warps = module.key_warps(block_d, constants["SELECTION"])
+        options = {"UNROLL": module.KEY_UNROLL, "num_warps": warps}
+        return _with_options(module, constants, options, block_d)
 
     return {
         "name": f"quantize_keys{name}",

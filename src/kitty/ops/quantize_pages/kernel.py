@@ -31,7 +31,7 @@ LOW_TOP = tl.constexpr(3.0)  # highest code of 2 bits
 BOOST_TOP = tl.constexpr(15.0)  # highest code of 4 bits
 N_PLANES = tl.constexpr(8)
 # measured on an H200 with D = G = 128 (docs/kernels.md)
-KEY_OPTIONS = {"UNROLL": 8, "num_warps": 2}
+KEY_UNROLL = 8
 VALUE_OPTIONS = {"UNROLL": 1, "num_warps": 4}
 VALUE_REGISTERS = 56  # of a thread, at most: room for more programs on a multiprocessor
 LARGEST_INVERSE = tl.constexpr(16384.0)  # of a normal scale
@@ -767,6 +767,11 @@ def quantize_values_kernel(
             )
 
 
+def key_warps(block_d: int, selection: str) -> int:
+    """Warps of the keys' kernel; ranks of many channels or of 64 bits spill with two."""
+    return 4 if block_d > 128 or selection == "random" else 2
+
+
 def rows_at_once(page_size: int, block_d: int, num_warps: int) -> int:
     """Rows STEP that the warps of a program load together, with 8 channels a thread."""
     return max(1, min(page_size // 8, 256 * num_warps // block_d))
@@ -799,7 +804,12 @@ def launch_quantize_pages(
     block_d = triton.next_power_of_2(head_dim)
     group = min(head_dim, page_size)
     # contraction of x·y + z would round once where the specification rounds twice
-    key_options = {**KEY_OPTIONS, "enable_fp_fusion": False, **(key_options or {})}
+    key_options = {
+        "UNROLL": KEY_UNROLL,
+        "num_warps": key_warps(block_d, selection),
+        "enable_fp_fusion": False,
+        **(key_options or {}),
+    }
     value_options = {**VALUE_OPTIONS, "enable_fp_fusion": False, **(value_options or {})}
     if page_size * head_dim <= 128 * 128:
         value_options.setdefault("maxnreg", VALUE_REGISTERS)
