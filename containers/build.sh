@@ -4,8 +4,8 @@
 # BASE        docker, debootstrap, or a SIF of Debian 12; default: docker where its registry answers, else
 #             debootstrap where that is installed
 # MIRROR      where debootstrap finds Debian (default: what apt of this machine uses, else deb.debian.org)
-# REUSE       an image built before, whose packages and model serve again where lock file and patches are
-#             the same, so that a change of the code takes little time
+# REUSE       an image built before, whose packages and model serve again where they are as locked, so
+#             that a change of the code takes little time
 # BUILD_ARGS  further arguments of `apptainer build`
 #
 # pip inside the build gets this machine's PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS (a folder)

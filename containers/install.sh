@@ -4,8 +4,8 @@
 #
 #   install.sh cpu|cuda [arguments of pip …]
 #
-# /srv may hold the venv and the cache of an earlier image, which serve again where they are made of the
-# same lock file and patches.
+# /srv may hold the venv and the cache of an earlier image: with the same patches, what is locked still is
+# kept.
 set -eu
 flavour=$1
 shift
@@ -15,7 +15,7 @@ PATH=/opt/venv/bin:$PATH
 lock=/opt/kitty/requirements/image-$flavour.txt
 
 find /opt/kitty -name __pycache__ -prune -exec rm -rf {} +
-made_of=$(cat "$lock" /opt/kitty/patches/*/* | sha256sum)
+patches=$(cat /opt/kitty/patches/*/* | sha256sum)
 
 hashed() {
     pip install -q --no-compile --no-deps --require-hashes "$@"
@@ -23,30 +23,30 @@ hashed() {
 locked() { # the entries of some packages
     awk -v names="^($1)==" '/^[^ ]/ { mine = $0 ~ names } mine' "$lock"
 }
-install_packages() {
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends python3 python3-venv ca-certificates > /dev/null
-    python3 -m venv /opt/venv
-    # torch first: its CPU build may lie where pip looks anyway, else it comes from PyTorch's own index.
-    locked torch > /tmp/torch.txt
-    if [ "$flavour" = cuda ]; then
-        hashed "$@" -r /tmp/torch.txt
-    elif ! hashed "$@" -r /tmp/torch.txt 2> /dev/null; then
-        hashed "$@" --index-url https://download.pytorch.org/whl/cpu -r /tmp/torch.txt
-    fi
-    # Some packages come as source only; setuptools of the lock file builds them, none that pip fetches.
-    locked setuptools > /tmp/setuptools.txt
-    hashed "$@" -r /tmp/setuptools.txt
-    hashed "$@" --use-pep517 --no-build-isolation -r "$lock"
-    echo "$made_of" > /opt/venv/made-of
-}
 
-if [ "$(cat /srv/venv/made-of 2> /dev/null)" = "$made_of" ]; then
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends python3 python3-venv ca-certificates > /dev/null
+if [ "$(cat /srv/venv/patches 2> /dev/null)" = "$patches" ]; then
     cp -a /srv/venv /opt/venv
     cp -a /srv/kitty/cache /opt/kitty/cache
 else
-    install_packages "$@"
+    python3 -m venv /opt/venv
+    echo "$patches" > /opt/venv/patches
 fi
+# torch first: its CPU build may lie where pip looks anyway, else it comes from PyTorch's own index.
+locked torch > /tmp/torch.txt
+if [ "$flavour" = cuda ]; then
+    hashed "$@" -r /tmp/torch.txt
+elif ! hashed "$@" -r /tmp/torch.txt 2> /dev/null; then
+    hashed "$@" --index-url https://download.pytorch.org/whl/cpu -r /tmp/torch.txt
+fi
+# Some packages come as source only; setuptools of the lock file builds them, none that pip fetches.
+locked setuptools > /tmp/setuptools.txt
+hashed "$@" -r /tmp/setuptools.txt
+hashed "$@" --use-pep517 --no-build-isolation -r "$lock"
+left=$(python3 /opt/kitty/containers/check.py --unlocked "$flavour")
+# shellcheck disable=SC2086  # a list
+[ -z "$left" ] || pip uninstall -q -y $left
 pip install -q "$@" --no-compile --no-deps --no-build-isolation --editable /opt/kitty
 kitty patch apply
 
