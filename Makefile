@@ -57,7 +57,7 @@ tiny ablation: $(STAMP) ## Run another experiment of configs/experiments
 	$(BIN)/kitty run $@ --cores $(CORES) --results $(RESULTS)
 
 .PHONY: test
-test: $(STAMP) ## Run the tests (15 minutes at most on 2 cores)
+test: $(STAMP) ## Run the tests (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not container and not slurm" $(PYTEST_ARGS)
 
 .PHONY: test-slow

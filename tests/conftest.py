@@ -9,8 +9,12 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import signal
 
 import torch
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit "ignored"
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
