@@ -3,7 +3,7 @@
 #
 # BASE        docker, debootstrap, or a SIF of Debian 12; default: docker where its registry answers, else
 #             debootstrap where that is installed
-# MIRROR      where debootstrap finds Debian (default: what apt of this machine uses, else deb.debian.org)
+# MIRROR      where debootstrap finds Debian (default: what this machine's apt uses)
 # REUSE       an image built before, whose packages and model serve again where they are as locked, so
 #             that a change of the code takes little time
 # BUILD_ARGS  further arguments of `apptainer build`
@@ -46,9 +46,9 @@ case $base in
         start=build/debian-12.sif
         if [ ! -f "$start" ] || [ containers/debian.def -nt "$start" ]; then
             echo "building $start" >&2
+            [ -n "$mirror" ] || fail "apt of this machine names no Debian mirror: give its address with MIRROR=."
             mkdir -p build
-            apptainer build --force "${pack[@]}" ${mirror:+--build-arg "MIRROR=$mirror"} \
-                "$start.new" containers/debian.def
+            apptainer build --force "${pack[@]}" --build-arg "MIRROR=$mirror" "$start.new" containers/debian.def
             mv "$start.new" "$start"
         fi
         arguments+=(--build-arg BOOTSTRAP=localimage --build-arg "FROM=$start")
