@@ -21,6 +21,7 @@ from kitty.benchmark.latency import PERIOD, LatencyJob
 from kitty.benchmark.random_cache import fill_random
 from kitty.errors import KittyError
 from kitty.integrations.transformers import KittyCache
+from kitty.integrations.transformers.enable import kv_shape
 from kitty.integrations.transformers.engine import DecodeEngine
 from kitty.ops import dispatch
 from kitty.pages.accounting import tensor_bytes
@@ -392,13 +393,6 @@ def runner_class(job: LatencyJob) -> type[Runner]:
     if job.entry.engine == "kitty":
         return KittyEngine
     return RUNNERS[job.entry.name]
-
-
-def kv_shape(config: Any) -> tuple[int, int]:
-    """KV heads and head dimension of a model."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(heads), int(dim)
 
 
 # --- parts of the baselines ----------------------------------------------------------------------

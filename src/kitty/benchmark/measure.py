@@ -22,7 +22,6 @@ from torch import Tensor
 from kitty.benchmark.implementations import (
     GQA_ATTENTION,
     Runner,
-    kv_shape,
     register_gqa,
     runner_class,
 )
@@ -39,6 +38,7 @@ from kitty.benchmark.shapes import config_of, find_shape, random_model, weight_b
 from kitty.benchmark.timing import count_launches
 from kitty.environment import environment, peak_memory_bytes, revision
 from kitty.errors import KittyError
+from kitty.integrations.transformers.enable import kv_shape
 from kitty.models import check_device, describe_model, find_model, load_model, torch_dtype
 from kitty.ops import dispatch
 from kitty.records import SCHEMA_VERSION, Record

@@ -38,7 +38,6 @@ from kitty.pages import (
     tensor_bytes,
 )
 
-SINK_MULTIPLE = 32  # tokens that the decode kernel reads at a time from 16-bit buffers
 TORCH_GROUPS_HEADS = Version(torch.__version__) >= Version("2.5")  # sdpa's enable_gqa
 
 
@@ -167,6 +166,7 @@ class PackedState:
         *,
         dense_prefill: bool,
         rows: slice | None = None,
+        counts: list[int] | None = None,
     ) -> None:
         """Plan a call for all layers and allocate the pages that it will write.
 
@@ -177,6 +177,8 @@ class PackedState:
             dense_prefill: whether a first call is dense attention.
             rows: the call is the first one of these sequences alone, the next of a larger batch
                 (``make_room``); None: it brings all.
+            counts: real tokens of each sequence; None reads them from ``real``, for which the
+                host waits.
 
         Raises:
             KittyError: the pool is exhausted, or a cache without quantization is full.
@@ -188,7 +190,8 @@ class PackedState:
         self.paged += [0] * new
         self.key_ids += [[] for _ in range(new)]
         self.value_ids += [[] for _ in range(new)]
-        counts = [total] * batch if real is None else real.sum(dim=1).tolist()
+        if counts is None:
+            counts = [total] * batch if real is None else real.sum(dim=1).tolist()
         order = None
         if real is not None and min(counts) < total:
             order = real.long().argsort(dim=1, stable=True)
@@ -620,5 +623,5 @@ def _all_in_sink(method: Method, max_length: int | None) -> Method:
         )
     return method.replace(
         name=method.name, key_bits=2, value_bits=2, boost_ratio=0.0, rollback=0,
-        window=0, sink=-(-max_length // SINK_MULTIPLE) * SINK_MULTIPLE,
+        window=0, sink=max_length,
     )  # fmt: skip

@@ -80,8 +80,8 @@ class KittyCacheBase(Cache):
     ) -> SimulatedLayer | PackedLayer:
         raise NotImplementedError
 
-    def _begin_call(self, batch: int, length: int, real: Tensor | None) -> None:
-        """Called before the first layer of every forward pass."""
+    def _begin_call(self, length: int, real: Tensor | None, counts: list[int]) -> None:
+        """Called before the first layer of every forward pass; counts are real tokens."""
 
     def update(
         self,
@@ -147,8 +147,9 @@ class KittyCacheBase(Cache):
     def _start(self, batch: int, length: int, real: Tensor | None) -> None:
         """Count a call before its first layer."""
         self._check_batch(batch)
-        self._begin_call(batch, length, real)
-        self._count(batch, length, real)
+        counts = [length] * batch if real is None else real.sum(dim=1).tolist()
+        self._begin_call(length, real, counts)
+        self._count(counts)
         columns = torch.ones(batch, length, dtype=torch.bool)
         self._real.append(columns if real is None else real.cpu())
         self._total += length
@@ -222,17 +223,16 @@ class KittyCacheBase(Cache):
                 "a new cache, or reset() this one."
             )
 
-    def _count(self, batch: int, length: int, real: Tensor | None) -> None:
+    def _count(self, news: list[int]) -> None:
         """Add a call's real tokens to the lengths."""
-        news = [length] * batch if real is None else real.sum(dim=1).tolist()
         self._counts = news
         if self._rows is not None:
             self._lengths += news
             self._longest += news
             return
-        before = self._lengths or [0] * batch
+        before = self._lengths or [0] * len(news)
         self._lengths = [n + new for n, new in zip(before, news, strict=True)]
-        longest = self._longest or [0] * batch
+        longest = self._longest or [0] * len(news)
         self._longest = [max(x) for x in zip(longest, self._lengths, strict=True)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -348,8 +348,11 @@ class KittyCache(KittyCacheBase):
             return SimulatedLayer(self.method, layer_idx, sliding_window=sliding_window)
         return self.state.layer(layer_idx)
 
-    def _begin_call(self, batch: int, length: int, real: Tensor | None) -> None:
-        self.state.begin(batch, length, real, dense_prefill=self.dense_prefill, rows=self._rows)
+    def _begin_call(self, length: int, real: Tensor | None, counts: list[int]) -> None:
+        self.state.begin(
+            len(counts), length, real,
+            dense_prefill=self.dense_prefill, rows=self._rows, counts=counts,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def filling(self, batch: int) -> Iterator[Callable[[slice], None]]:

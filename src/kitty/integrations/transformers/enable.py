@@ -109,6 +109,13 @@ def new_cache(
     return CACHES[cache](resolved)
 
 
+def kv_shape(config: Any) -> tuple[int, int]:
+    """KV heads H and channels D of a head, from a model's (text) configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(heads), int(dim)
+
+
 def affordable_length(
     model: PreTrainedModel, method: Method, sequences: int, length: int
 ) -> int | None:
@@ -119,14 +126,16 @@ def affordable_length(
         method: of the cache.
         sequences: beams and returned sequences counted.
         length: longest text that a ``generate()`` may reach, in tokens.
+
+    Raises:
+        KittyError: packed pages cannot hold the model's heads.
     """
     if not method.quantized:
         return length  # has no other form
     if model.device.type != "cuda":
         return None
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, dim = kv_shape(config)
     layout = PageLayout.of(method, dim)
     pages = method.key_pages(length) * layout.key_page_bytes
     pages += method.value_pages(length) * layout.value_page_bytes
@@ -232,7 +241,8 @@ def longest(
     max_cache_length: int,
 ) -> int | None:
     """What :func:`affordable_length` gives for a ``generate()`` of ``batch_size`` prompts."""
-    copies = generation_config.num_beams * generation_config.num_return_sequences
+    # transformers copies a prompt for its beams or for its samples, never for both
+    copies = max(generation_config.num_beams, generation_config.num_return_sequences)
     return affordable_length(model, method, batch_size * copies, max_cache_length + 1)
 
 

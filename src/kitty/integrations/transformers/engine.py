@@ -364,6 +364,7 @@ class Forward:
         """The model's forward pass."""
         cache = kwargs.get("past_key_values")
         if args or not isinstance(cache, KittyCache):
+            # torch.compile follows these calls, but not one through the property ``original``
             if self.before is not None:
                 return self.before(*args, **kwargs)
             return type(self.model).forward(self.model, *args, **kwargs)
