@@ -20,8 +20,9 @@ from kitty.commands.claims import claims
 from kitty.commands.compare import compare_records
 from kitty.commands.image import image_app, overlay_app
 from kitty.commands.instances import instances_app
+from kitty.commands.options import ModelOption, RunCodeOption
 from kitty.commands.slurm import submit
-from kitty.commands.tasks import RunCodeOption, eval_app, run_task_job
+from kitty.commands.tasks import eval_app, run_task_job
 from kitty.errors import KittyError
 from kitty.launcher import DEFAULT_PROFILE, ERROR_MARK, TARGETS
 
@@ -120,9 +121,6 @@ def usage_sentence(error: typer.TyperException) -> str:
 
 # --- shared options and output -------------------------------------------------------------------
 
-ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="Name, local folder, or hub:OWNER/NAME.")
-]
 PassageOption = Annotated[str, typer.Option("--passage", "-p", help="A text shipped with Kitty.")]
 TextOption = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file in place of a passage.")

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kitty.commands.options import ModelOption
 from kitty.errors import KittyError
 
 E2E_EXAMPLES = (
@@ -29,9 +30,7 @@ def e2e(
             help="One or more; default: hf-dynamic, kitty-fp16, kitty-pro.",
         ),
     ] = None,
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Name, local folder, or hub:OWNER/NAME.")
-    ] = "smollm2-135m-instruct",
+    model: ModelOption = "smollm2-135m-instruct",
     model_config: Annotated[
         str | None,
         typer.Option("--model-config", help="With --dummy-weights: a shape, or a config.json."),

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kitty.commands.options import RunCodeOption
+
 instances_app = typer.Typer(
     no_args_is_help=True,
     help="Several runs of one experiment at once, one GPU each, joined at the end.",
@@ -46,9 +48,7 @@ def run(
     restarts: Annotated[
         int, typer.Option(min=0, help="How often a killed instance is started again.")
     ] = 2,
-    run_code: Annotated[
-        bool, typer.Option("--run-code", help="Let tasks such as HumanEval run the model's code.")
-    ] = False,
+    run_code: RunCodeOption = False,
 ) -> None:
     """Start instances on disjoint parts of an experiment, watch them, join their records.
 

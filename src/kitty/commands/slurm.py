@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from kitty.commands.options import RunCodeOption
+
 
 def submit(
     experiment: Annotated[str, typer.Argument(help="Name, or path of an experiment file.")],
@@ -21,9 +23,7 @@ def submit(
     minutes: Annotated[
         int, typer.Option(min=1, help="Time limit; at its end the job requeues itself.")
     ] = 240,
-    run_code: Annotated[
-        bool, typer.Option("--run-code", help="Let tasks such as HumanEval run the model's code.")
-    ] = False,
+    run_code: RunCodeOption = False,
     wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the command, submit nothing.")

@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-eval_app = typer.Typer(help="Quality of a method: on a text, or in downstream tasks.")
+from kitty.commands.options import ModelOption, RunCodeOption
 
-RunCodeOption = Annotated[
-    bool, typer.Option("--run-code", help="Let tasks such as HumanEval run what the model writes.")
-]
+eval_app = typer.Typer(help="Quality of a method: on a text, or in downstream tasks.")
 
 
 def quiet() -> None:
@@ -35,9 +33,7 @@ def eval_lm(
     method: Annotated[
         str, typer.Option("--method", help="A name that `kitty methods --all` lists.")
     ] = "kitty-pro",
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Name, local folder, or hub:OWNER/NAME.")
-    ] = "smollm2-135m-instruct",
+    model: ModelOption = "smollm2-135m-instruct",
     cache: Annotated[
         str, typer.Option("--cache", help="simulate (any bits) or packed (2-bit pages).")
     ] = "simulate",
@@ -155,9 +151,7 @@ def eval_agree(
     method: Annotated[
         str, typer.Option("--method", help="One that both caches hold.")
     ] = "kitty-pro",
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Name, local folder, or hub:OWNER/NAME.")
-    ] = "smollm2-135m-instruct",
+    model: ModelOption = "smollm2-135m-instruct",
     provider: Annotated[str | None, typer.Option("--provider", help="hub or standin.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Problems.")] = 20,
     num_fewshot: Annotated[int | None, typer.Option("--num-fewshot", min=0)] = None,
