@@ -1,7 +1,9 @@
 """The engine under generate(): prompt parts, preallocated pages, 16-bit cache, steps by hand."""
 
+import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +13,32 @@ from transformers import DynamicCache
 import kitty
 from kitty import KittyCache, KittyError
 from kitty.benchmark.random_cache import fill_random
+from kitty.integrations.transformers import prepare_native
 from kitty.integrations.transformers.engine import DecodeEngine
 from kitty.pages import tensor_bytes
 
 PRO = "kitty-pro"
 LENGTHS = (5, 190, 61)
+
+
+def test_settings_of_one_native_call_neither_pile_up_nor_stay() -> None:
+    model = make("llama", torch.float32)
+    plain = model.forward
+    config = copy.deepcopy(model.generation_config)
+    for graph, count in ((False, 3), (None, 1)):
+        for _ in range(count):
+            config.cache_config = SimpleNamespace(method=PRO, cache="packed")
+            if graph is not None:
+                config.cache_config.graph = graph
+            prepare_native(model, config, None, 2, 100)
+            assert model.forward.original == plain
+    assert model.forward.options == {}
+
+
+def test_a_native_call_keeps_the_settings_of_enable() -> None:
+    model = kitty.enable(make("llama", torch.float32), PRO, graph=False)
+    prepare_native(model, copy.deepcopy(model.generation_config), None, 2, 100)
+    assert model.forward.options["graph"] is False
 
 
 def test_a_batch_filled_by_parts_holds_what_one_call_fills() -> None:

@@ -23,7 +23,7 @@ from kitty.benchmark.latency import LatencyJob
 from kitty.errors import KittyError
 from kitty.records import Record, read_record, write_record
 
-OK, OUT_OF_MEMORY = "ok", "out_of_memory"
+OK = "ok"
 PRELOAD = "kitty.benchmark.preload"
 Say = Callable[[str], None]
 

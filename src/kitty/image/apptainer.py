@@ -17,7 +17,6 @@ from kitty.errors import KittyError
 FLAVOURS = ("cpu", "cuda")
 ROOT = Path(__file__).resolve().parents[3]  # of a checkout
 PACKAGES = "/opt/venv/lib/python3.11/site-packages"
-OWN_FAILURE = 255  # Apptainer's exit status where it failed itself; else it is the program's
 
 
 def apptainer() -> str:

@@ -73,6 +73,11 @@ def enable(
     return model
 
 
+def is_enabled(model: PreTrainedModel) -> bool:
+    """Whether :func:`enable` holds for a model."""
+    return _SAVED in model.__dict__
+
+
 def use_engine(model: PreTrainedModel, **options: Any) -> None:
     """Let a model's calls with a packed cache go through a :class:`DecodeEngine`.
 

@@ -333,7 +333,10 @@ class Forward:
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         self.model = model
         self.options = options
-        self.before = model.__dict__.get("forward")  # accelerate's, if its hooks are there
+        before = model.__dict__.get("forward")  # accelerate's, if its hooks are there
+        self.before: Callable[..., Any] | None = (
+            before.before if isinstance(before, Forward) else before
+        )
         self._engine: DecodeEngine | None = None
         self._served: Callable[[], KittyCache | None] = _none
 

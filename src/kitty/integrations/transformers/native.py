@@ -14,11 +14,11 @@ from kitty.integrations.transformers.cache import KittyCacheBase
 from kitty.integrations.transformers.enable import (
     check_mode,
     check_model,
+    is_enabled,
     longest,
     new_cache,
     use_engine,
 )
-from kitty.integrations.transformers.engine import Forward
 
 ENGINE_SETTINGS = ("graph", "compile", "prefill_tokens")
 
@@ -73,7 +73,7 @@ def prepare_native(
     described = settings or SimpleNamespace(method="kitty-pro", cache="packed")
     method = native_cache(described).method
     options = {k: v for k, v in vars(described).items() if k in ENGINE_SETTINGS}
-    if not isinstance(model.__dict__.get("forward"), Forward) or options:
+    if options or not is_enabled(model):  # an earlier call's settings end with it
         use_engine(model, **options)
     length = longest(model, method, generation_config, batch_size, max_cache_length)
     return native_cache(described, length)
