@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from kitty.errors import KittyError
-from kitty.evaluation.agreement import compare_task
+from kitty.evaluation.agreement import Comparison, compare_task
 from kitty.evaluation.downstream import evaluate_task, load_lm_task
 from kitty.evaluation.journal import Journal
 from kitty.evaluation.lm import KittyLM
@@ -370,3 +370,14 @@ def test_the_packed_cache_gives_the_likelihoods_of_the_simulated_one():
     dense = lm(get_method("fp16"), batch_size=2).loglikelihood(asked, disable_tqdm=True)
     assert found["packed"] == pytest.approx(found["simulate"], rel=1e-4)
     assert found["packed"] != pytest.approx([value for value, _ in dense], rel=1e-4)
+
+
+def test_answers_may_part_only_where_the_gap_is_below_the_error_of_the_logits() -> None:
+    def parted(gap: float | None) -> bool:
+        step = None if gap is None else 3
+        return Comparison((100, 8), step, gap, error=0.5, pages_read=4).explained
+
+    assert parted(None)
+    assert parted(0.49)
+    assert not parted(0.5)
+    assert not parted(0.9)

@@ -163,7 +163,7 @@ def eval_agree(
     """Compare the greedy answers of the simulated and the packed cache, problem by problem.
 
     They may first differ only at a step whose two best logits are closer than the logits of the two
-    caches differ (each by the measured error); anything else ends with exit status 1.
+    caches differ; anything else ends with exit status 1.
     """
     quiet()
     from kitty.cli import progress_bar, set_threads, show_table

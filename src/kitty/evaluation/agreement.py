@@ -38,11 +38,8 @@ class Comparison:
 
     @property
     def explained(self) -> bool:
-        """The same answers, or a first difference that the error of the logits explains.
-
-        Each of the two best logits may be off by the error, so their gap by twice as much.
-        """
-        return self.gap is None or self.gap <= 2 * self.error
+        """The same answers, or a first difference where the gap is below the logits' error."""
+        return self.gap is None or self.gap < self.error
 
 
 @torch.inference_mode()
