@@ -76,6 +76,13 @@ def test_every_sampled_window_has_a_page_step_in_its_middle() -> None:
     assert starts[2] == pytest.approx((starts[0] + starts[-1]) / 2, abs=128)
 
 
+def test_a_run_with_one_page_step_is_sampled_at_every_point_all_the_same() -> None:
+    # 8192 + 100 tokens: pages are written at 32 + 64 * 128 = 8224 alone
+    workload = Workload(8192, 100, 2)
+    assert sample_starts(workload, 2, 8, lambda length: length == 8224) == [8220, 8283]
+    assert sample_starts(workload, 3, 8, lambda length: length == 8224) == [8220, 8239, 8283]
+
+
 def test_windows_stay_within_the_run_where_nothing_is_quantized() -> None:
     workload = Workload(100, 8092, 64)
     # three untimed steps after the prompt, and the last timed one ends at 8191 cached tokens

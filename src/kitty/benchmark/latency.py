@@ -287,7 +287,8 @@ def sample_starts(
     """Cached tokens before the first timed step of each sampled window, ascending.
 
     The windows are spread evenly from the prompt to the last step. Each is shifted, by less than a
-    period, so that its middle step is one that writes pages, where there is such a step.
+    period, so that its middle step is one that writes pages, where there is such a step left:
+    in a run of a few steps the other windows stay where they are.
 
     Args:
         workload: of the run; steps start at prompt_tokens … total - 2 cached tokens.
@@ -303,17 +304,11 @@ def sample_starts(
         else [first + round(i * (last - first) / (points - 1)) for i in range(points)]
     )
     shifts = sorted(range(-PERIOD + 1, PERIOD), key=lambda shift: (abs(shift), shift))
-    starts = {
-        next(
-            (
-                start + shift
-                for shift in shifts
-                if first <= start + shift <= last and writes_pages(start + shift + steps // 2)
-            ),
-            start,
-        )
-        for start in span
-    }
+    starts: set[int] = set()
+    for start in span:
+        near = (start + shift for shift in shifts if first <= start + shift <= last)
+        free = (at for at in near if at not in starts and writes_pages(at + steps // 2))
+        starts.add(next(free, start))
     return sorted(starts)
 
 

@@ -106,6 +106,8 @@ def measure(job: LatencyJob) -> Record:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     check_device(job.device)
+    if job.device.startswith("cuda"):
+        torch.cuda.set_device(_index(job))  # events and graphs belong to the current device
     enforced = limit_memory(job)
     progress = Progress()
     config = _config(job)
@@ -190,7 +192,7 @@ def limit_memory(job: LatencyJob) -> bool:
     budget = job.memory_budget_bytes
     if budget is None or not job.device.startswith("cuda"):
         return False
-    device = torch.device(job.device).index or 0  # torch wants a number here
+    device = _index(job)
     total = torch.cuda.get_device_properties(device).total_memory
     if budget > total:
         raise KittyError(
@@ -199,6 +201,11 @@ def limit_memory(job: LatencyJob) -> bool:
         )
     torch.cuda.set_per_process_memory_fraction(budget / total, device)
     return True
+
+
+def _index(job: LatencyJob) -> int:
+    """Number of the job's GPU; "cuda" alone means the first."""
+    return torch.device(job.device).index or 0
 
 
 def check_budget(job: LatencyJob, config: Any) -> None:
@@ -285,10 +292,10 @@ def _run(job: LatencyJob, progress: Progress) -> dict[str, Any]:
     clock = Clock(torch.device(job.device))
     with torch.no_grad():
         model = build_model(job)
-        _warm_up(job, model)
         progress.stage = "cache"
-        clock.reset_peaks()
         room = -(-(job.workload.total + COUNTED_STEPS) // ROOM_MULTIPLE) * ROOM_MULTIPLE
+        _warm_up(job, model, room)
+        clock.reset_peaks()
         runner = runner_class(job)(model, job, job.workload.batch, room)
         progress.stage = "prefill"
         ids = prompts(model.config, job.workload, model.device)
@@ -318,12 +325,15 @@ def _run(job: LatencyJob, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _warm_up(job: LatencyJob, model: Any) -> None:
-    """A short run of the same kind, so that compiling and loading kernels is not timed."""
+def _warm_up(job: LatencyJob, model: Any, room: int) -> None:
+    """A short run of the same kind, so that compiling and loading kernels is not timed.
+
+    In a cache as long as the timed one: Triton compiles anew for other lengths and strides.
+    """
     batch = min(WARM_BATCH, job.workload.batch)
     work = Workload(min(WARM_PROMPT, job.workload.prompt_tokens), 4, batch)
     plain = dataclasses.replace(job, implementation=job.entry.name)  # compiled for no other shape
-    runner = runner_class(job)(model, plain, batch, work.total)
+    runner = runner_class(job)(model, plain, batch, room)
     tokens = greedy(runner.prefill(prompts(model.config, work, model.device)))
     for _ in range(2):
         tokens = greedy(runner.step(tokens))

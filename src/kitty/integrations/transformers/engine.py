@@ -298,7 +298,9 @@ class _CapturedStep:
 
     def capture(self) -> None:
         """Record the step; nothing is executed."""
-        with torch.cuda.graph(self._graph):
+        # torch would take a stream of the current device, and miss what runs on the model's
+        stream = torch.cuda.Stream(self._tokens.device)
+        with torch.cuda.graph(self._graph, stream=stream):
             self._out = self.run()
 
     def replay(self) -> Any:
