@@ -173,5 +173,5 @@ def test_a_device_map_that_offloads_to_the_cpu_keeps_the_state_on_the_gpu() -> N
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_layers_on_two_gpus_give_the_text_of_one(kind: type[KittyCacheBase], name: str) -> None:
-    check_spread(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], "cuda:1", kind, name)
+    check_spread(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], "cuda:0", kind, name)
     check_spread(["cuda:1", "cuda:0", "cuda:1", "cuda:0"], "cuda:1", kind, name)
