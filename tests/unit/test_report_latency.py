@@ -87,6 +87,25 @@ def test_break_even_is_where_the_ratios_cross_one(runs) -> None:
     assert ratios == [2.0, 2.0, 2.0]  # 20 ms over 10 ms
 
 
+def test_a_workload_of_one_batch_stands_in_the_table_and_has_no_panel(runs) -> None:
+    (setting,) = runs
+    lone = latency.Setting(setting.model, 8192, 100)
+    both = runs | {lone: {"kitty-pro": [latency_record("kitty-pro", 264, 300.0)]}}
+    for draw in (latency.draw_figure5, latency.draw_break_even):
+        assert [axes.get_title() for axes in draw(both).axes] == [setting.title, ""]
+    assert len(latency.latency_table(both)) == len(latency.latency_table(runs)) + 1
+    alone = latency.draw_figure5({lone: both[lone]})  # better a point than nothing
+    assert alone.axes[0].get_title() == lone.title
+
+
+def test_labels_of_neighbouring_batches_do_not_overlap(runs) -> None:
+    ((left, _),) = (latency.draw_figure5(runs).axes,)
+    assert list(left.get_xticks()) == [8, 16, 32, 64, 128, 288]
+    records = [latency_record("kitty-pro", batch, 1.0) for batch in (1, 64, 192, 256, 272, 288)]
+    figure = latency.draw_figure5({next(iter(runs)): {"kitty-pro": records}})
+    assert list(figure.axes[0].get_xticks()) == [1, 64, 288]
+
+
 def test_between_two_batches_the_time_of_a_run_lies_on_a_straight_line() -> None:
     own = [
         latency.Pace.of(latency_record("kitty-pro", 16, 1600.0, step_ms=10.0)),  # 10 ms a token

@@ -24,6 +24,7 @@ from kitty.report.tables import to_csv, to_latex, to_markdown
 
 OWN, PEER = "kitty-pro", "kitty-fp16"  # whose speed is compared, and the 16-bit cache beside it
 GB = 1e9
+LABEL_SHARE = 0.08  # of an axis that a number of sequences takes
 COLORS = (  # of the palette: the strongest for Kitty-Pro and what it is held against
     "kitty-pro",
     "kitty-fp16",
@@ -217,7 +218,11 @@ BUILDERS = {"latency": latency_table, "latency_best": best_table}
 
 
 def draw_figure5(runs: Runs) -> Figure:
-    """Peak memory and throughput against the batch, one row per model and workload."""
+    """Peak memory and throughput against the batch, one row per model and workload.
+
+    A workload measured at one batch alone is no curve and stands in the table, unless all are so.
+    """
+    runs = _some(runs, {s: any(len(fitting(x)) > 1 for x in by.values()) for s, by in runs.items()})
     figure, axes = _panels(runs)
     for (setting, by_name), (left, right) in zip(runs.items(), axes, strict=True):
         budgets = {r["memory_budget_bytes"] for records in by_name.values() for r in records}
@@ -247,14 +252,13 @@ def draw_figure5(runs: Runs) -> Figure:
 
 def draw_break_even(runs: Runs) -> Figure:
     """Kitty-Pro against the others by batch and by length, one row per model and workload."""
+    compared = {setting: _compared(by_name) for setting, by_name in runs.items()}
+    runs = _some(runs, {setting: bool(pairs) for setting, pairs in compared.items()})
     figure, axes = _panels(runs)
     for (setting, by_name), (left, right) in zip(runs.items(), axes, strict=True):
-        own = [Pace.of(record) for record in fitting(by_name.get(OWN, []))]
-        for name, records in by_name.items():
-            pairs = [] if name == OWN else _side_by_side(own, fitting(records))
-            if pairs:
-                left.plot(*_speed_ratios(pairs), **_look(name))
-                right.plot(*_step_ratios(*pairs[-1]), **_look(name))
+        for name, pairs in compared[setting].items():
+            left.plot(*_speed_ratios(pairs), **_look(name))
+            right.plot(*_step_ratios(*pairs[-1]), **_look(name))
         left.set_title(setting.title)
         left.set_ylabel("throughput, Kitty-Pro / other")
         right.set_ylabel("step time, other / Kitty-Pro")
@@ -308,6 +312,17 @@ class Pace:
         )
 
 
+def _compared(by_name: dict[str, list[Record]]) -> dict[str, list[tuple[Pace, Pace]]]:
+    """The own pace beside that of each other implementation, where batches allow it."""
+    own = [Pace.of(record) for record in fitting(by_name.get(OWN, []))]
+    found = {
+        name: _side_by_side(own, fitting(records))
+        for name, records in by_name.items()
+        if name != OWN
+    }
+    return {name: pairs for name, pairs in found.items() if pairs}
+
+
 def _side_by_side(own: Sequence[Pace], records: Sequence[Record]) -> list[tuple[Pace, Pace]]:
     """The own pace at the batches of other records that lie within the own ones."""
     pairs = []
@@ -334,6 +349,11 @@ def _step_ratios(own: Pace, other: Pace) -> tuple[list[float], list[float]]:
 DRAWERS = {"figure5": draw_figure5, "break_even": draw_break_even}
 
 
+def _some(runs: Runs, wanted: dict[Setting, bool]) -> Runs:
+    """The wanted settings; all of them where none is."""
+    return {s: by_name for s, by_name in runs.items() if wanted[s]} or runs
+
+
 def _panels(runs: Runs) -> tuple[Figure, Any]:
     figure = Figure(figsize=(TEXT_WIDTH, 0.6 + 2.6 * max(1, len(runs))))
     return figure, figure.subplots(max(1, len(runs)), 2, squeeze=False)[: len(runs)]
@@ -355,12 +375,12 @@ def _look(name: str) -> dict[str, Any]:
 def _batch_axis(axes: Any, by_name: dict[str, list[Record]]) -> None:
     batches = sorted({r["workload"]["batch"] for records in by_name.values() for r in records})
     axes.set_xscale("log", base=2)
-    spread = [
-        b
-        for b, after in zip(batches, [*batches[1:], None], strict=True)
-        if after is None or after / b > 1.25
-    ]  # labels of neighbours would overlap
-    axes.set_xticks(spread)
+    gap = LABEL_SHARE * np.log2(batches[-1] / batches[0])
+    spread: list[int] = []
+    for batch in reversed(batches):  # the largest is the one that matters
+        if not spread or np.log2(spread[-1] / batch) > gap:
+            spread.append(batch)
+    axes.set_xticks(sorted(spread))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("sequences")
