@@ -32,6 +32,7 @@ from kitty.report.claims import (
     Band,
     collect,
     judge,
+    number,
     reference_places,
     verdict_of,
 )
@@ -161,6 +162,11 @@ def test_a_verdict_follows_from_where_the_figure_and_its_interval_lie(
     value, low, high, tolerance, expected
 ):
     assert verdict_of(value, low, high, Band(3.0, 7.0), tolerance) == expected
+
+
+def test_figures_are_printed_without_exponents():
+    printed = [number(x) for x in (0, 0.0005, 3.652, 12171.8, 72_653_733_888, 76.52e9)]
+    assert printed == ["0", "0.0005", "3.65", "12172", "72.65 G", "76.52 G"]
 
 
 def test_without_records_every_claim_is_not_run_and_says_what_it_needs():

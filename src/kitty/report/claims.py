@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.ticker import EngFormatter
+
 from kitty.errors import KittyError
 from kitty.evaluation.bootstrap import Interval
 from kitty.methods import Method, get_method
@@ -158,10 +160,10 @@ def verdict_of(value: float, low: float, high: float, band: Band, tolerance: str
 
 
 def number(value: float) -> str:
-    """Three significant digits or whole thousands, without exponents below 10^6."""
-    if value == 0 or 1e-3 <= abs(value) < 1e3:
+    """Three significant digits or whole thousands; with M, G, … from 10^6 on."""
+    if abs(value) < 1e3:
         return f"{value:.3g}"
-    return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.3e}"
+    return f"{value:.0f}" if abs(value) < 1e6 else EngFormatter(places=2)(value)
 
 
 # --- rows of the paper's tables ------------------------------------------------------------------
