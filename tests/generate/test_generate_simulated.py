@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from packaging.version import Version
 from tiny_models import CONFIGS, FLUSHES, greedy, make, prompt
 from torch import Tensor
 from transformers import (
@@ -23,6 +24,8 @@ from kitty import KittyError, SimulatedCache
 enable = functools.partial(kitty.enable, cache="simulated")
 SMALL = kitty.get_method("kitty-pro", sink=4, window=8, page_size=8)
 FULL = kitty.get_method("fp16")
+# there transformers writes into its expanded mask where a batch without one has a window
+OLD_TORCH = Version(torch.__version__) < Version("2.5")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -277,8 +280,9 @@ def test_without_a_kitty_cache_the_attention_equals_sdpa() -> None:
                     for m in (plain, hooked)
                 )
                 assert torch.equal(a[real], b[real])
-            a, b = (m(ids).logits for m in (plain, hooked))
-            assert torch.equal(a, b)
+            if not (OLD_TORCH and hasattr(plain.config, "sliding_window")):
+                a, b = (m(ids).logits for m in (plain, hooked))
+                assert torch.equal(a, b)
             outs = []
             for m in (plain, hooked):  # chunks on a dynamic cache
                 cache = DynamicCache()
@@ -300,6 +304,7 @@ def test_a_cache_of_fixed_size_generates_what_it_does_without_kitty(name: str) -
     assert torch.equal(*outputs)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="transformers itself does not compile in one graph there")
 def test_without_a_kitty_cache_the_model_compiles_in_one_graph() -> None:
     # on a GPU generate() does so by itself with a static cache
     ids, mask = prompt(23, 9)

@@ -81,6 +81,20 @@ def kitty_mask(
 
     if not isinstance(kv_length, KittyLength):
         return make_4d()
+    mask = _real(batch_size, cache_position, attention_mask)
+    mask.local_size, mask.plain = local_size, allow_is_causal_skip
+
+    def expand_4d(device: torch.device) -> Tensor | None:
+        mask = make_4d()
+        return None if mask is None else mask.to(device)
+
+    mask.expand_4d = _once_per_device(expand_4d)
+    return mask
+
+
+@torch.compiler.disable  # torch 2.4 cannot trace tensors that become a subclass
+def _real(batch_size: int, cache_position: Tensor, attention_mask: Tensor | None) -> PaddingMask:
+    """The tokens of a call as a mask of its own kind."""
     query_length = cache_position.shape[0]
     if attention_mask is None:
         real = cache_position.new_ones(batch_size, query_length, dtype=torch.bool)
@@ -88,14 +102,8 @@ def kitty_mask(
     else:
         real = attention_mask[:, -query_length:].bool()
         padded = not bool(real.all())
-
-    def expand_4d(device: torch.device) -> Tensor | None:
-        mask = make_4d()
-        return None if mask is None else mask.to(device)
-
     mask = real.as_subclass(PaddingMask)
-    mask.padded, mask.local_size, mask.plain = padded, local_size, allow_is_causal_skip
-    mask.expand_4d = _once_per_device(expand_4d)
+    mask.padded = padded
     return mask
 
 
