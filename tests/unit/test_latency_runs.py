@@ -14,7 +14,7 @@ import torch
 
 from kitty.benchmark import e2e, measure
 from kitty.benchmark import implementations as ways
-from kitty.benchmark.latency import IMPLEMENTATIONS, LatencyJob, Workload
+from kitty.benchmark.latency import ALLOCATOR, IMPLEMENTATIONS, LatencyJob, Workload
 from kitty.benchmark.shapes import find_shape, random_model
 from kitty.errors import KittyError
 from kitty.ops import dispatch
@@ -239,6 +239,19 @@ def test_a_reference_or_a_step_outside_a_graph_is_unexpected_on_a_gpu(monkeypatc
 # --- processes -----------------------------------------------------------------------------------
 
 HUGE = Workload(20, 10**12, 1)  # a static cache beyond any address space
+
+
+@pytest.mark.parametrize("given", [None, "max_split_size_mb:512"])
+def test_memory_of_a_gpu_is_taken_in_segments_that_grow_unless_told(
+    given: str | None, monkeypatch, tmp_path
+) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(ALLOCATOR[1], given)
+    e2e.run_job(job("kitty-pro", device="cuda:77"), tmp_path)
+    set_for_all = os.environ.pop(ALLOCATOR[0], None)  # not for the tests that follow
+    assert set_for_all == ("expandable_segments:True" if given is None else None)
 
 
 def test_out_of_memory_and_crashes_leave_the_other_configurations_going(tmp_path) -> None:

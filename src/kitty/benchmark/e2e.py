@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kitty.benchmark.latency import LatencyJob
+from kitty.benchmark.latency import ALLOCATOR, LatencyJob
 from kitty.errors import KittyError
 from kitty.records import Record, read_record, write_record
 
@@ -78,6 +78,8 @@ def run_job(job: LatencyJob, root: Path) -> Outcome:
 def _in_a_process(job: LatencyJob, path: Path, start: str = "forkserver") -> Outcome:
     # the parts of torch that are loaded must not have looked for a GPU before the fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if job.device.startswith("cuda") and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # else memory is lost in pieces
     context: Any = multiprocessing.get_context(start)
     if start == "forkserver":
         context.set_forkserver_preload([PRELOAD])

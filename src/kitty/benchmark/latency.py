@@ -22,6 +22,7 @@ PERIOD = 128  # steps after which a cache does its rare work again: one page, or
 POINTS = 5  # lengths at which a sampled run times its steps
 STEPS = 16  # steps timed there, one of which writes pages
 WARM_STEPS = 3  # untimed ones before them: the first captures the graph
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings of torch's allocator
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

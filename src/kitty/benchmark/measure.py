@@ -26,6 +26,7 @@ from kitty.benchmark.implementations import (
     runner_class,
 )
 from kitty.benchmark.latency import (
+    ALLOCATOR,
     WARM_STEPS,
     LatencyJob,
     Workload,
@@ -49,7 +50,6 @@ COUNTED_STEPS = 2  # after all that is timed, under the profiler
 ROOM_MULTIPLE = 16  # a static cache of another length costs sdpa a padded copy of the mask
 SEGMENTS = 8  # into which the steps of a full run are grouped in a record
 DENSE_BYTES = 2  # of an element of a 16-bit cache
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings of torch's allocator
 # What else than torch's own exception says that memory ran out.
 FULL_MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
