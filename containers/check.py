@@ -10,7 +10,10 @@ from pathlib import Path
 
 LOCKS = Path(__file__).resolve().parent.parent / "requirements"
 OWN = {"kitty", "pip"}
-MODULES = ("transformers", "lm_eval", "hqq", "optimum.quanto", "snakemake_executor_plugin_slurm")
+MODULES = (
+    *("transformers", "lm_eval.evaluator", "hqq", "optimum.quanto"),
+    "snakemake_executor_plugin_slurm",
+)
 
 
 def locked(flavour: str) -> dict[str, str]:

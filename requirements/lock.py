@@ -26,8 +26,12 @@ OF_THE_MACHINE = re.compile(r"^(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)=
 IMAGE_EXTRAS = ["--extra", "workflow", "--extra", "eval", "--extra", "baselines", "--extra", "test"]
 # torch's CPU build lies in PyTorch's own index only, so PyPI cannot give its hash.
 CPU_TORCH = {"2.13.0": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
-# Triton 3.0.0 needs numpy 1; torch pins every CUDA library but nvjitlink, which would float.
-CUDA_PINS = ["torch==2.4.1", "triton==3.0.0", "numpy<2", "nvidia-nvjitlink-cu12==12.1.105"]
+# Triton 3.0.0 needs numpy 1, which pyarrow 26 refuses without saying so in its metadata; torch pins
+# every CUDA library but nvjitlink, which would float.
+CUDA_PINS = [
+    *("torch==2.4.1", "triton==3.0.0", "numpy<2", "pyarrow<26"),
+    "nvidia-nvjitlink-cu12==12.1.105",
+]
 HEADER = """\
 # Pinned versions and sha256 hashes of {what}.
 # For Python 3.11 on Linux x86_64. Written by `make lock`; do not edit by hand.

@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
 )
 
+from kitty.cache.packed import TORCH_GROUPS_HEADS
 from kitty.errors import KittyError
 from kitty.evaluation import Pages, Reference, bootstrap, evaluate_offline, write_reference
 from kitty.evaluation import offline as offline_module
@@ -353,7 +354,7 @@ def test_a_sliding_layer_is_compared_with_attention_over_its_window():
     assert full > 1e-3
 
 
-@pytest.mark.parametrize("torch_groups_heads", [True, False])
+@pytest.mark.parametrize("torch_groups_heads", sorted({TORCH_GROUPS_HEADS, False}))
 def test_exact_attention_over_a_window_is_the_softmax_over_its_tokens(
     monkeypatch, torch_groups_heads
 ):

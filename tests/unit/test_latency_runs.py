@@ -16,11 +16,16 @@ from kitty.benchmark import e2e, measure
 from kitty.benchmark import implementations as ways
 from kitty.benchmark.latency import ALLOCATOR, IMPLEMENTATIONS, LatencyJob, Workload
 from kitty.benchmark.shapes import find_shape, random_model
+from kitty.cache.packed import TORCH_GROUPS_HEADS
 from kitty.errors import KittyError
 from kitty.ops import dispatch
 from kitty.records import fault_of, read_record
 
-DENSE = ["hf-dynamic", "hf-dynamic-gqa", "hf-static", "hf-static-graph", "kitty-fp16"]
+GQA = pytest.param(
+    "hf-dynamic-gqa",
+    marks=pytest.mark.skipif(not TORCH_GROUPS_HEADS, reason="needs torch 2.5 or later"),
+)
+DENSE = ["hf-dynamic", GQA, "hf-static", "hf-static-graph", "kitty-fp16"]
 QUANTIZED = [
     pytest.param(
         name,
@@ -74,7 +79,20 @@ def test_a_16_bit_implementation_writes_the_text_of_generate(implementation: str
     assert way.length == 31
 
 
-@pytest.mark.parametrize("implementation", ["hf-dynamic", "hf-dynamic-gqa"])
+@torch.no_grad()
+def test_a_static_cache_attends_the_same_where_transformers_needs_a_mask(monkeypatch) -> None:
+    texts = []
+    for needed in (ways.WRITES_TO_ITS_MASK, True):
+        monkeypatch.setattr(ways, "WRITES_TO_ITS_MASK", needed)
+        way = runner("hf-static", Workload(20, 12, 2))
+        tokens = [measure.greedy(way.prefill(measure.prompts(way.config, way.job.workload, "cpu")))]
+        for _ in range(11):
+            tokens.append(measure.greedy(way.step(tokens[-1])))
+        texts.append(torch.cat(tokens, dim=1))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("implementation", ["hf-dynamic", GQA])
 @torch.no_grad()
 def test_a_filled_dynamic_cache_holds_so_many_tokens(implementation: str) -> None:
     way = runner(implementation, Workload(20, 100, 3))

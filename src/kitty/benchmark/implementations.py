@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, DynamicCache, StaticCache
@@ -27,6 +28,9 @@ from kitty.ops import dispatch
 from kitty.pages.accounting import tensor_bytes
 
 GQA_ATTENTION = "sdpa_gqa"
+# below torch 2.5 transformers writes into a mask of which all sequences share one memory, unless it
+# got one for each
+WRITES_TO_ITS_MASK = Version(torch.__version__) < Version("2.5")
 
 
 class Runner:
@@ -178,6 +182,13 @@ class HfStatic(HfDynamic):
         for tensor in (*self.cache.key_cache, *self.cache.value_cache):
             tensor[:, :, :length].normal_()
         self.length = length
+
+    def _forward(
+        self, forward: Any, ids: Tensor, position: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        if mask is None and WRITES_TO_ITS_MASK:
+            mask = torch.ones(self.batch, self.max_length, dtype=torch.bool, device=ids.device)
+        return super()._forward(forward, ids, position, mask)
 
     def _dynamic_shapes(self) -> bool:
         return False
