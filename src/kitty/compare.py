@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,14 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "passage": ("sha256", "num_tokens"),
     "task": ("name", "provider", "num_fewshot", "chat_template", "limit", "generation"),
 }
-OP_KEYS = ("op", "implementation", "method", "dtype", "batch", "length")
-OP_METRICS = ("median_us", "speedup_over_sdpa", "bytes")
+# of records whose metrics are rows: what names a row, and what is compared of it
+ROWS = {
+    "ops": (
+        ("op", "implementation", "method", "dtype", "batch", "length"),
+        ("median_us", "speedup_over_sdpa", "bytes"),
+    ),
+    "attention": (("layer", "method", "query_tokens"), ("relative_rms",)),
+}
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,8 @@ def compare(mine: str | Path, reference: str | Path) -> Comparison:
     """Compare the records below two folders, experiment by experiment.
 
     Experiments that only one side has are left out; of the others, a record that the reference
-    has and ``mine`` lacks is a difference. Where the reference holds an experiment of several
-    machines, the set that is most like ``mine`` is taken.
+    has and ``mine`` lacks is a difference. Where the reference holds an experiment several times,
+    the set of a machine like that of ``mine`` is taken, then the one of the same name.
 
     Raises:
         KittyError: a folder holds no record or a damaged one, or they share no experiment.
@@ -104,7 +110,7 @@ def compare(mine: str | Path, reference: str | Path) -> Comparison:
         if not others:
             extra += len(own.records)
             continue
-        other = min(others, key=lambda candidate: not _alike(own, candidate))
+        other = min(others, key=lambda each: (not _alike(own, each), own.name != each.name))
         extra += len(own.records.keys() - other.records.keys())
         for name, (_, expected) in other.records.items():
             if name not in own.records:
@@ -184,8 +190,8 @@ def _setting_differences(name: str, mine: Record, reference: Record) -> Iterator
 def values(record: Record) -> dict[str, Value]:
     """Everything in a record that is compared, by name."""
     kind, metrics = record["kind"], record["metrics"]
-    if kind == "ops":
-        return _op_values(metrics)
+    if kind in ROWS:
+        return _row_values(metrics, *ROWS[kind])
     if kind == "task":
         return {
             name: Value(metric["value"], metric.get("ci"), metric["stderr"])
@@ -203,11 +209,13 @@ def values(record: Record) -> dict[str, Value]:
     return found
 
 
-def _op_values(metrics: dict[str, Any]) -> dict[str, Value]:
+def _row_values(
+    metrics: dict[str, Any], keys: Sequence[str], names: Sequence[str]
+) -> dict[str, Value]:
     found = {"fall_backs": Value(metrics["fall_backs"])} if "fall_backs" in metrics else {}
     for row in metrics["rows"]:
-        key = "/".join(str(row.get(name, "-")) for name in OP_KEYS)
-        for name in OP_METRICS:
+        key = "/".join(str(row.get(name, "-")) for name in keys)
+        for name in names:
             if isinstance(row.get(name), int | float):
                 found[f"{key}/{name}"] = Value(row[name])
     return found

@@ -241,16 +241,19 @@ def clear_stale_lock() -> None:
 
 
 def _snakemake_here() -> int | None:
-    """Process id of a Snakemake of this machine that has this working directory."""
-    here = Path.cwd()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            is_snakemake = any(Path(os.fsdecode(word)).name in PROGRAMS for word in words[:4])
-            if is_snakemake and (process / "cwd").readlink() == here:
-                return int(process.name)
-        except OSError:
-            continue  # it ended, or belongs to somebody else
+    """Process id of a Snakemake of this machine that has this working directory.
+
+    Not this process and those that started it: with the image one of their arguments says the same.
+    """
+    import psutil
+
+    here = str(Path.cwd())
+    own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
+    for process in psutil.process_iter(["cmdline", "cwd"]):  # None: it ended, or is another user's
+        words = (process.info["cmdline"] or [])[:4]
+        is_snakemake = any(Path(word).name in PROGRAMS for word in words)
+        if is_snakemake and process.info["cwd"] == here and process.pid not in own:
+            return int(process.pid)
     return None
 
 

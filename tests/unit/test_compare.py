@@ -150,6 +150,13 @@ def test_every_value_of_the_committed_reference_has_a_tolerance_with_its_reason(
                 assert any(fnmatchcase(name, pattern) for pattern in patterns), name
 
 
+def test_the_committed_reference_equals_itself_set_by_set():
+    reference = shipped("configs").parent / "results" / "reference"
+    found = compare(reference, reference)
+    assert found.records == sum(len(each.records) for each in record_sets(reference))
+    assert (found.beyond, found.extra) == ([], 0)
+
+
 def run(*arguments):
     command = [sys.executable, "-m", "kitty", "compare", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -150,6 +150,10 @@ def test_without_a_command_three_are_shown(capsys, monkeypatch):
     assert text.count("apptainer run kitty.sif") == 4
 
 
+# as `apptainer run kitty.sif snakemake all`, the process that started another and waits for it
+PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[2:]).returncode)"
+
+
 def test_a_second_snakemake_in_the_same_folder_is_refused_while_the_first_one_lives(tmp_path):
     code = (
         "import os, sys, time\n"
@@ -179,10 +183,31 @@ def test_a_second_snakemake_in_the_same_folder_is_refused_while_the_first_one_li
     finally:
         first.kill()
         first.wait()
-    (tmp_path / ".snakemake" / "locks").mkdir()
-    stale = tmp_path / ".snakemake" / "locks" / "0.output.lock"
-    stale.touch()
     third = start("print('up')")
     out, error = third.communicate(timeout=60)
     assert (third.returncode, out) == (0, "up\n"), error
+
+
+@pytest.mark.parametrize("parent", [[], [sys.executable, "-c", PARENT, "snakemake"]])
+def test_what_a_killed_snakemake_left_is_cleared_by_the_next(tmp_path, parent):
+    stale = tmp_path / ".snakemake" / "locks" / "0.output.lock"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    (tmp_path / "Snakefile").write_text("rule all:\n    shell: 'echo made > made'\n")
+    command = [sys.executable, "-m", "kitty.image.entry", "snakemake", "all", "-s", "Snakefile"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(entry.__file__).parents[2]),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [*parent, *command, "--workflow-profile", "none", "--config", "experiment=tiny"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "made").read_text() == "made\n"
     assert not stale.exists()
