@@ -158,7 +158,7 @@ def test_a_user_who_is_not_root_gets_the_same_tables(image, finished, tmp_path):
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed")
     user = 65534  # nobody
-    for folder in reversed(tmp_path.parents):
+    for folder in (*reversed(tmp_path.parents), tmp_path):
         if folder.stat().st_uid == 0 and folder != Path("/") and str(folder).startswith("/tmp/"):
             folder.chmod(folder.stat().st_mode | 0o055)
     work = tmp_path / "work"
