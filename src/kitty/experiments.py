@@ -199,6 +199,8 @@ def _find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path.absolute()
+    if path.suffix in (".yaml", ".yml"):
+        raise KittyError(f"There is no experiment file {path.absolute()}: give the path of one.")
     raise KittyError(
         f"Experiment {name!r} is not known: use one of {', '.join(known_experiments())}, or the "
         "path of an experiment file ending in .yaml."

@@ -132,7 +132,8 @@ def launch(run: Run) -> int:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if interrupted and status != 0:
-        return INTERRUPTED  # whoever pressed the keys knows why
+        print("kitty: stopped; the same command goes on where it was", file=sys.stderr)
+        return INTERRUPTED
     if status != 0:
         for reason in failures(plan.root, before):
             print(f"{ERROR_MARK}{reason}", file=sys.stderr)

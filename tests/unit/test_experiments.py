@@ -129,3 +129,8 @@ def test_an_unknown_or_unreadable_experiment_is_refused(tmp_path):
     broken.write_text("a: [")
     with pytest.raises(KittyError, match="not valid YAML"):
         load_experiment(broken)
+
+
+def test_an_experiment_file_that_is_not_there_is_told_by_its_path(tmp_path):
+    with pytest.raises(KittyError, match=f"no experiment file {tmp_path}/mine.yaml"):
+        load_experiment(str(tmp_path / "mine.yaml"))

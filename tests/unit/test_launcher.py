@@ -128,7 +128,7 @@ exit 1
 def test_an_interrupt_ends_the_run_with_130_and_no_reasons(here, monkeypatch, capfd):
     monkeypatch.setattr(launcher.Run, "command", lambda run: ["sh", "-c", INTERRUPTED])
     assert launcher.launch(launcher.Run("tiny")) == 130
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "kitty: stopped; the same command goes on where it was\n"
 
 
 @pytest.mark.parametrize("seconds", [0, 0.05, 0.5, 1.5, 3])

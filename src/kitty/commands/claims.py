@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -40,4 +41,7 @@ def claims(
         return
     columns = ["claim", "statement", "paper", "ours", "band", "verdict", "tolerance", "records"]
     frame = claims_text.frame(judgements)
-    show_table(columns, frame[columns].to_numpy().tolist(), claims_text.summary(judgements))
+    summary = claims_text.summary(judgements)
+    show_table(columns, frame[columns].to_numpy().tolist(), summary)
+    if not sys.stdout.isatty():
+        print(summary, file=sys.stderr)
