@@ -81,6 +81,8 @@ def test_a_run_with_one_page_step_is_sampled_at_every_point_all_the_same() -> No
     workload = Workload(8192, 100, 2)
     assert sample_starts(workload, 2, 8, lambda length: length == 8224) == [8220, 8283]
     assert sample_starts(workload, 3, 8, lambda length: length == 8224) == [8220, 8239, 8283]
+    # where that step lies in the last window, the first one takes it and the last stands first
+    assert sample_starts(workload, 2, 8, lambda length: length == 8287) == [8195, 8283]
 
 
 def test_windows_stay_within_the_run_where_nothing_is_quantized() -> None:

@@ -159,17 +159,20 @@ def test_an_unknown_device_is_refused_before_the_model_is_looked_for(device):
         models.load_model("./nowhere", device=device)
 
 
+NO_GPU = "built without CUDA" if torch.version.cuda is None else "No GPU can be used"
+
+
 @pytest.mark.parametrize(
     ("gpus", "device", "part"),
     [
-        (0, "cuda", "built without CUDA|No GPU can be used"),
-        (0, "cuda:0", "built without CUDA|No GPU can be used"),
+        (0, "cuda", NO_GPU),
+        (0, "cuda:0", NO_GPU),
         (2, "cuda:2", "2 CUDA GPUs"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, gpus, device, part):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(KittyError, match=f"'{device}' .*({part})"):
+    with pytest.raises(KittyError, match=f"'{device}' .*{part}"):
         models.load_model("./nowhere", device=device)
 
 

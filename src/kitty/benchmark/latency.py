@@ -289,7 +289,7 @@ def sample_starts(
 
     The windows are spread evenly from the prompt to the last step. Each is shifted, by less than a
     period, so that its middle step is one that writes pages, where there is such a step left:
-    in a run of a few steps the other windows stay where they are.
+    in a run of a few steps the other windows stay where they are, or where none is yet.
 
     Args:
         workload: of the run; steps start at prompt_tokens … total - 2 cached tokens.
@@ -309,7 +309,7 @@ def sample_starts(
     for start in span:
         near = (start + shift for shift in shifts if first <= start + shift <= last)
         free = (at for at in near if at not in starts and writes_pages(at + steps // 2))
-        starts.add(next(free, start))
+        starts.add(next(free, next((at for at in (start, *span) if at not in starts), start)))
     return sorted(starts)
 
 

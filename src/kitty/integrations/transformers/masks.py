@@ -81,7 +81,7 @@ def kitty_mask(
 
     if not isinstance(kv_length, KittyLength):
         return make_4d()
-    mask = _real(batch_size, cache_position, attention_mask)
+    mask = _padding_mask(batch_size, cache_position, attention_mask)
     mask.local_size, mask.plain = local_size, allow_is_causal_skip
 
     def expand_4d(device: torch.device) -> Tensor | None:
@@ -93,7 +93,9 @@ def kitty_mask(
 
 
 @torch.compiler.disable  # torch 2.4 cannot trace tensors that become a subclass
-def _real(batch_size: int, cache_position: Tensor, attention_mask: Tensor | None) -> PaddingMask:
+def _padding_mask(
+    batch_size: int, cache_position: Tensor, attention_mask: Tensor | None
+) -> PaddingMask:
     """The tokens of a call as a mask of its own kind."""
     query_length = cache_position.shape[0]
     if attention_mask is None:
