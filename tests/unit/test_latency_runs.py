@@ -81,15 +81,14 @@ def test_a_16_bit_implementation_writes_the_text_of_generate(implementation: str
 
 @torch.no_grad()
 def test_a_static_cache_attends_the_same_where_transformers_needs_a_mask(monkeypatch) -> None:
-    texts = []
+    logits = []
     for needed in (ways.WRITES_TO_ITS_MASK, True):
         monkeypatch.setattr(ways, "WRITES_TO_ITS_MASK", needed)
         way = runner("hf-static", Workload(20, 12, 2))
-        tokens = [measure.greedy(way.prefill(measure.prompts(way.config, way.job.workload, "cpu")))]
-        for _ in range(11):
-            tokens.append(measure.greedy(way.step(tokens[-1])))
-        texts.append(torch.cat(tokens, dim=1))
-    assert torch.equal(*texts)
+        ids = measure.prompts(way.config, way.job.workload, torch.device("cpu"))
+        steps = [way.prefill(ids), *(way.step(ids[:, t : t + 1]) for t in range(11))]
+        logits.append(torch.stack(steps))
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize("implementation", ["hf-dynamic", GQA])
@@ -196,6 +195,20 @@ def test_a_measurement_gives_a_sound_record(implementation: str, mode: str) -> N
         assert record["counters"]["dense_fallbacks"] == 0
         assert "graphs need a GPU" in record["fallback_reason"]
         assert not record["unexpected_fallback"]
+
+
+def test_what_warms_up_has_a_cache_of_the_timed_length(monkeypatch) -> None:
+    lengths = []
+
+    class Noting(ways.HfDynamic):
+        def __init__(self, model, job, batch, max_length):
+            lengths.append((batch, max_length))
+            super().__init__(model, job, batch, max_length)
+
+    monkeypatch.setitem(ways.RUNNERS, "hf-dynamic", Noting)
+    measure.measure(job("hf-dynamic", workload=Workload(20, 6, 3)))
+    # 20 + 6 tokens and two counted steps, in whole multiples of 16; two sequences warm up
+    assert lengths == [(2, 32), (3, 32)]
 
 
 @pytest.mark.parametrize("stage", ["cache", "prefill", "decode"])
